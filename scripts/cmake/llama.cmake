@@ -1,0 +1,70 @@
+# llama.cpp under our own library names.
+#
+# ggml and llama are shared, llama-common is a static library inside kvmem-bridge, so that nothing of it is exported.
+set(KVMEM_LLAMA_DIR ${CMAKE_CURRENT_SOURCE_DIR}/vendor/llama.cpp)
+
+set(LLAMA_BUILD_COMMON OFF CACHE INTERNAL "")
+set(LLAMA_BUILD_MTMD OFF CACHE INTERNAL "")
+foreach(part TESTS TOOLS EXAMPLES SERVER APP UI)
+    set(LLAMA_BUILD_${part} OFF CACHE INTERNAL "")
+endforeach()
+set(LLAMA_USE_PREBUILT_UI OFF CACHE INTERNAL "")
+set(LLAMA_OPENSSL OFF CACHE INTERNAL "")
+set(LLAMA_SUBPROCESS OFF CACHE INTERNAL "")
+set(LLAMA_LLGUIDANCE OFF CACHE INTERNAL "")
+set(GGML_OPENMP OFF CACHE BOOL "a wheel must run where no libgomp is")
+if(KVMEM_RELEASE)
+    set(GGML_BACKEND_DL ON CACHE BOOL "" FORCE)
+    set(GGML_NATIVE OFF CACHE BOOL "" FORCE)
+    if(NOT DEFINED GGML_CPU_ALL_VARIANTS)
+        set(GGML_CPU_ALL_VARIANTS ON CACHE BOOL "")
+    endif()
+endif()
+if(KVMEM_CUDA)
+    set(GGML_CUDA ON CACHE BOOL "" FORCE)
+    # The flash-attention kernels for the KV types that kvmem offers, in equal pairs; other pairs go through F16.
+    set(GGML_CUDA_FA_QUANTS "q4_0-q4_0;q5_0-q5_0;q8_0-q8_0;f16-f16" CACHE STRING "")
+endif()
+set(LLAMA_BUILD_NUMBER 11549)
+set(LLAMA_BUILD_COMMIT b11549)
+
+function(kvmem_add_llama)
+    set(BUILD_SHARED_LIBS ON)
+    add_subdirectory(${KVMEM_LLAMA_DIR} vendor/llama EXCLUDE_FROM_ALL)
+    set(BUILD_SHARED_LIBS OFF)
+    set(PROJECT_SOURCE_DIR ${KVMEM_LLAMA_DIR})  # build-info looks for a git index there, not in ours
+    set(BUILD_COMPILER "${CMAKE_C_COMPILER_ID} ${CMAKE_C_COMPILER_VERSION}")
+    set(BUILD_TARGET "${CMAKE_SYSTEM_NAME} ${CMAKE_SYSTEM_PROCESSOR}")
+    add_subdirectory(${KVMEM_LLAMA_DIR}/common vendor/common EXCLUDE_FROM_ALL)
+endfunction()
+kvmem_add_llama()
+
+# Upstream's SONAMEs would bind to the copy of another package in the same process.
+set(KVMEM_LLAMA_LIBS)
+foreach(target ggml-base ggml ggml-cpu ggml-cuda llama)
+    if(TARGET ${target})
+        get_target_property(type ${target} TYPE)
+        set_property(TARGET ${target} PROPERTY OUTPUT_NAME kvmem-${target})
+        set_property(TARGET ${target} PROPERTY VERSION)
+        set_property(TARGET ${target} PROPERTY SOVERSION)
+        set_property(TARGET ${target} PROPERTY INSTALL_RPATH $ORIGIN)
+        if(type STREQUAL "SHARED_LIBRARY")
+            target_link_options(${target} PRIVATE LINKER:-Bsymbolic)
+        endif()
+        list(APPEND KVMEM_LLAMA_LIBS ${target})
+    endif()
+endforeach()
+
+# The adapter needs llama.cpp's internal classes, so it is compiled into the llama target; only its C API is exported.
+file(GLOB adapter_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/src/kvmem/adapter/*.cpp)
+target_sources(llama PRIVATE ${adapter_sources})
+target_include_directories(llama PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src/kvmem/adapter)
+set_source_files_properties(${adapter_sources} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+
+# The bridge hides llama-common: templates, chat parsing and samplers behind a C API of strings and handles.
+file(GLOB bridge_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/src/kvmem/bridge/*.cpp)
+add_library(kvmem-bridge SHARED ${bridge_sources})
+target_include_directories(kvmem-bridge PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src/kvmem/bridge)
+target_link_libraries(kvmem-bridge PRIVATE llama-common llama)
+target_link_options(kvmem-bridge PRIVATE LINKER:--exclude-libs,ALL LINKER:-Bsymbolic)
+set_property(TARGET kvmem-bridge PROPERTY INSTALL_RPATH $ORIGIN)
