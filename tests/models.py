@@ -1,0 +1,68 @@
+"""Session fixtures with tiny models: `tiny(kind, **changes)`, and `tiny_llama` and the others.
+
+Each file is written once per test session, when the first test asks for it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny import KINDS, make_writer
+
+TinyWriter = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyWriter:
+    """Write (or reuse) a tiny model: `tiny("llama", head_dim=64, seed=3)` gives its path."""
+    return make_writer(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session", params=list(KINDS))
+def tiny_any(request: pytest.FixtureRequest, tiny: TinyWriter) -> Path:
+    """Every kind in turn."""
+    return tiny(request.param)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tiny: TinyWriter) -> Path:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2(tiny: TinyWriter) -> Path:
+    return tiny("qwen2")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tiny: TinyWriter) -> Path:
+    return tiny("qwen3")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3moe(tiny: TinyWriter) -> Path:
+    return tiny("qwen3moe")
+
+
+@pytest.fixture(scope="session")
+def tiny_smollm3(tiny: TinyWriter) -> Path:
+    """No rotation in every fourth layer."""
+    return tiny("smollm3")
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma3(tiny: TinyWriter) -> Path:
+    """Every second layer has a sliding window."""
+    return tiny("gemma3")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen35(tiny: TinyWriter) -> Path:
+    """Hybrid: layers 1 and 3 have attention, 0 and 2 a recurrent state."""
+    return tiny("qwen35")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen35_mtp(tiny: TinyWriter) -> Path:
+    """The hybrid with its multi-token-prediction block."""
+    return tiny("qwen35_mtp")
