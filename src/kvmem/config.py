@@ -1,0 +1,389 @@
+"""Settings: frozen dataclasses that check themselves, and the sizes that follow from them.
+
+A field that is None is chosen later, from the model and the free memory, by `MemoryConfig.resolve`.
+Every broken rule raises ConfigError with the setting, its value and the rule.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from kvmem.errors import ConfigError
+
+__all__ = [
+    "EngineConfig",
+    "FlashAttention",
+    "KvType",
+    "MemoryConfig",
+    "MemoryFacts",
+    "ModelConfig",
+    "PoolSizes",
+    "Scorer",
+    "ServerConfig",
+]
+
+KvType = Literal["f16", "q8_0", "q5_0", "q4_0"]
+Scorer = Literal["fused", "heads", "lexical", "mass", "cosine", "recency"]
+FlashAttention = Literal["auto", "on", "off"]
+
+MAX_AUTO_RESERVE_TOKENS = 16_384
+DEFAULT_RECENT_TOKENS = 128
+SHARED_POOL_FRACTION = 0.5  # pool and host store live in the same RAM: half each
+DEVICE_POOL_FRACTION = 0.9  # the rest is left to compute buffers and to other programs
+HOST_FRACTION = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it is loaded.
+
+    path: GGUF file (the first one of a split model).
+    n_gpu_layers: -1 for all that fit the build, 0 for the CPU alone.
+    n_threads, n_threads_batch: decode and prefill threads; None for the cores this process may use.
+    chat_template: Jinja source that replaces the model's own template.
+    """
+
+    path: Path
+    n_gpu_layers: int = -1
+    n_threads: int | None = None
+    n_threads_batch: int | None = None
+    use_mmap: bool = True
+    use_mlock: bool = False
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))
+        _at_least("n_gpu_layers", self.n_gpu_layers, -1)
+        for name in ("n_threads", "n_threads_batch"):
+            value = getattr(self, name)
+            if value is not None:
+                _at_least(name, value, 1)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a decode step."""
+        return self.n_threads or len(os.sched_getaffinity(0))
+
+    @property
+    def threads_batch(self) -> int:
+        """Threads of a prefill batch: as in decode unless given."""
+        return self.n_threads_batch or self.threads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFacts:
+    """What `MemoryConfig.resolve` must know of the model and the machine.
+
+    trained_tokens: the context length that the model was trained for.
+    kv_bytes_per_token: K and V rows of one token over all attention layers, in the chosen types.
+    host_bytes_per_token: the same and its summaries, in the host store.
+    free_device_bytes: what is free where the pool will live, weights already taken off.
+    device_bytes, host_bytes: all memory of the device and of the machine.
+    shared: the pool lives in host memory too (CPU back end).
+    """
+
+    trained_tokens: int
+    kv_bytes_per_token: int
+    host_bytes_per_token: int
+    free_device_bytes: int
+    device_bytes: int
+    free_host_bytes: int
+    host_bytes: int
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSizes:
+    """Every size of the memory, resolved. `sources` says where each value came from."""
+
+    workspace_tokens: int
+    block_tokens: int
+    n_budget_blocks: int
+    n_reserve_blocks: int
+    n_sink_blocks: int
+    n_recent_blocks: int
+    host_limit_bytes: int
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def budget_tokens(self) -> int:
+        return self.n_budget_blocks * self.block_tokens
+
+    @property
+    def reserve_tokens(self) -> int:
+        return self.n_reserve_blocks * self.block_tokens
+
+    @property
+    def n_slots(self) -> int:
+        """Blocks that the device pool holds."""
+        return self.n_budget_blocks + self.n_reserve_blocks
+
+    @property
+    def pool_tokens(self) -> int:
+        """Cells of the device pool; the workspace plays no part once the budget is given."""
+        return self.n_slots * self.block_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    """The tiered KV memory.
+
+    enabled: False is plain llama.cpp with a cache of workspace_tokens cells.
+    workspace_tokens: logical limit of a history; None for the trained length.
+    budget_tokens: history that attention sees at one time; floored to blocks; None for what fits.
+    reserve_tokens: cells kept free for one reply; None for 25 % of the pool, at most 16,384.
+    block_tokens: unit of choice and transfer.
+    sink_tokens: always visible head of the history, floored to blocks; 0 for one block.
+    recent_tokens: always visible newest part; None for 128, less where the budget is small.
+    host_limit_bytes: limit of the host store, allocated as it fills; None for half of the free RAM.
+    ordered: place blocks in position order (bit-equality tests), at the cost of moves.
+    """
+
+    enabled: bool = True
+    workspace_tokens: int | None = None
+    budget_tokens: int | None = None
+    reserve_tokens: int | None = None
+    block_tokens: int = 128
+    sink_tokens: int = 0
+    recent_tokens: int | None = None
+    host_limit_bytes: int | None = None
+    scorer: Scorer = "fused"
+    type_k: KvType = "q8_0"
+    type_v: KvType = "q8_0"
+    ordered: bool = False
+    batch_tokens: int = 512
+    ubatch_tokens: int | None = None
+    flash_attn: FlashAttention = "auto"
+
+    def __post_init__(self) -> None:
+        _one_of("scorer", self.scorer, get_args(Scorer))
+        _one_of("type_k", self.type_k, get_args(KvType))
+        _one_of("type_v", self.type_v, get_args(KvType))
+        _one_of("flash_attn", self.flash_attn, get_args(FlashAttention))
+        if (self.type_k == "f16") != (self.type_v == "f16"):
+            raise ConfigError(
+                "type_v", self.type_v, f"quantised if and only if type_k={self.type_k} is"
+            )
+        if self.type_v != "f16" and self.flash_attn == "off":
+            raise ConfigError("flash_attn", "off", f"on or auto with type_v={self.type_v}")
+        _at_least("batch_tokens", self.batch_tokens, 1)
+        if self.ubatch_tokens is not None:
+            _at_least("ubatch_tokens", self.ubatch_tokens, 1)
+            if self.ubatch_tokens > self.batch_tokens:
+                raise ConfigError(
+                    "ubatch_tokens", self.ubatch_tokens, f"at most batch_tokens={self.batch_tokens}"
+                )
+        if self.workspace_tokens is not None:
+            _at_least("workspace_tokens", self.workspace_tokens, 1)
+        if self.enabled:
+            self._check_blocks()
+
+    def _check_blocks(self) -> None:
+        block = self.block_tokens
+        if not 8 <= block <= 1024 or block % 8:
+            raise ConfigError("block_tokens", block, "a multiple of 8 from 8 to 1024")
+        for name in ("budget_tokens", "reserve_tokens"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if value < block:
+                raise ConfigError(name, value, f"at least one block (block_tokens={block})")
+            if value % block:
+                _log.warning(
+                    "%s=%d is no multiple of block_tokens=%d; using %d",
+                    name,
+                    value,
+                    block,
+                    value // block * block,
+                )
+                object.__setattr__(self, name, value // block * block)
+        _at_least("sink_tokens", self.sink_tokens, 0)
+        if self.recent_tokens is not None:
+            _at_least("recent_tokens", self.recent_tokens, 0)
+        if self.host_limit_bytes is not None:
+            _at_least("host_limit_bytes", self.host_limit_bytes, 1)
+        if self.budget_tokens is not None:
+            self._check_pins(self.budget_tokens)
+
+    def _check_pins(self, budget_tokens: int) -> None:
+        """What is always visible must leave room for what is chosen."""
+        sink = self.n_sink_blocks * self.block_tokens
+        if max(sink, self.sink_tokens) >= budget_tokens:
+            raise ConfigError(
+                "sink_tokens",
+                max(sink, self.sink_tokens),
+                f"below budget_tokens={budget_tokens} (the sink is at least one block)",
+            )
+        if self.recent_tokens is not None and sink + self.recent_tokens >= budget_tokens:
+            raise ConfigError(
+                "recent_tokens",
+                self.recent_tokens,
+                f"below budget_tokens={budget_tokens} less the sink of {sink}",
+            )
+
+    @property
+    def ubatch(self) -> int:
+        """llama.cpp's physical batch: as the logical one unless given."""
+        return self.ubatch_tokens or self.batch_tokens
+
+    @property
+    def n_sink_blocks(self) -> int:
+        return max(1, self.sink_tokens // self.block_tokens)
+
+    @property
+    def budget_blocks(self) -> int | None:
+        """Blocks of the budget; None while it is to be chosen."""
+        return None if self.budget_tokens is None else self.budget_tokens // self.block_tokens
+
+    @property
+    def reserve_blocks(self) -> int | None:
+        """Blocks of the reserve; None while it is to be chosen."""
+        return None if self.reserve_tokens is None else self.reserve_tokens // self.block_tokens
+
+    def resolve(self, facts: MemoryFacts) -> PoolSizes:
+        """Choose what was left to us. Raises ConfigError where the machine cannot give it."""
+        sources: dict[str, str] = {}
+        workspace = self.workspace_tokens
+        sources["workspace_tokens"] = "given"
+        if workspace is None:
+            workspace = facts.trained_tokens
+            sources["workspace_tokens"] = "auto: the trained length"
+        elif workspace > facts.trained_tokens:
+            _log.warning(
+                "workspace_tokens=%d is above the %d tokens that the model was trained for",
+                workspace,
+                facts.trained_tokens,
+            )
+        budget_blocks, reserve_blocks = self._resolve_pool(workspace, facts, sources)
+        self._check_pins(budget_blocks * self.block_tokens)
+        recent = DEFAULT_RECENT_TOKENS if self.recent_tokens is None else self.recent_tokens
+        recent_blocks = min(
+            -(-recent // self.block_tokens), max(0, budget_blocks - self.n_sink_blocks - 1)
+        )
+        sources["n_recent_blocks"] = "auto: 128" if self.recent_tokens is None else "given"
+        sources["n_sink_blocks"] = "given" if self.sink_tokens else "auto: one block"
+        sources["block_tokens"] = "given" if self.block_tokens != 128 else "default"
+        return PoolSizes(
+            workspace_tokens=workspace,
+            block_tokens=self.block_tokens,
+            n_budget_blocks=budget_blocks,
+            n_reserve_blocks=reserve_blocks,
+            n_sink_blocks=self.n_sink_blocks,
+            n_recent_blocks=recent_blocks,
+            host_limit_bytes=self._resolve_host(facts, budget_blocks + reserve_blocks, sources),
+            sources=sources,
+        )
+
+    def _resolve_pool(
+        self, workspace: int, facts: MemoryFacts, sources: dict[str, str]
+    ) -> tuple[int, int]:
+        """Blocks of budget and reserve."""
+        whole = -(-workspace // self.block_tokens)
+        block_bytes = self.block_tokens * facts.kv_bytes_per_token
+        reserve = self.reserve_blocks
+        sources["reserve_tokens"] = "given"
+        sources["budget_tokens"] = "given"
+        budget = self.budget_blocks
+        if budget is None:
+            fraction = SHARED_POOL_FRACTION if facts.shared else DEVICE_POOL_FRACTION
+            pool = int(fraction * facts.free_device_bytes) // block_bytes
+            if pool >= whole + (reserve or 1):
+                budget = whole
+                sources["budget_tokens"] = "auto: the whole workspace fits"
+            else:
+                budget = pool - (reserve or self._auto_reserve(pool))
+                sources["budget_tokens"] = f"auto: {fraction:.0%} of the free device memory"
+            if budget < 1:
+                raise ConfigError(
+                    "budget_tokens",
+                    "auto",
+                    f"at least one block, but {facts.free_device_bytes} bytes are free on the "
+                    f"device and a block needs {block_bytes}",
+                )
+        if reserve is None:
+            if budget >= whole:
+                reserve = 1
+                sources["reserve_tokens"] = "auto: one block, the budget holds the workspace"
+            else:
+                reserve = self._auto_reserve(budget * 4 // 3)
+                sources["reserve_tokens"] = "auto: 25 % of the pool, at most 16,384"
+        pool_bytes = (budget + reserve) * block_bytes
+        if pool_bytes > facts.device_bytes:
+            raise ConfigError(
+                "budget_tokens",
+                budget * self.block_tokens,
+                f"at most {facts.device_bytes // facts.kv_bytes_per_token} with the reserve "
+                f"(the device has {facts.device_bytes} bytes, a token needs "
+                f"{facts.kv_bytes_per_token})",
+            )
+        return budget, reserve
+
+    def _auto_reserve(self, pool_blocks: int) -> int:
+        """A quarter of the pool, at least a block, at most 16,384 tokens."""
+        return max(1, min(pool_blocks // 4, MAX_AUTO_RESERVE_TOKENS // self.block_tokens))
+
+    def _resolve_host(self, facts: MemoryFacts, pool_blocks: int, sources: dict[str, str]) -> int:
+        if self.host_limit_bytes is not None:
+            if self.host_limit_bytes > facts.host_bytes:
+                raise ConfigError(
+                    "host_limit_bytes",
+                    self.host_limit_bytes,
+                    f"at most the machine's {facts.host_bytes}",
+                )
+            sources["host_limit_bytes"] = "given"
+            return self.host_limit_bytes
+        free = facts.free_host_bytes
+        if facts.shared:
+            free -= pool_blocks * self.block_tokens * facts.kv_bytes_per_token
+        sources["host_limit_bytes"] = f"auto: {HOST_FRACTION:.0%} of the free host memory"
+        return max(1, int(HOST_FRACTION * free))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All that an Engine needs."""
+
+    model: ModelConfig
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP side.
+
+    alias: the name in /v1/models and in replies; None for the file's stem.
+    api_keys: any of them opens every route but /health; empty for no check.
+    n_predict: reply limit where a request gives none; None for the room in the workspace.
+    queue_limit: requests that may wait; more are told to come back.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    alias: str | None = None
+    api_keys: tuple[str, ...] = ()
+    n_predict: int | None = None
+    queue_limit: int = 64
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError("port", self.port, "from 0 to 65535")
+        if any(not key for key in self.api_keys):
+            raise ConfigError("api_keys", "an empty key", "a text that is not empty")
+        if self.n_predict is not None:
+            _at_least("n_predict", self.n_predict, 1)
+        _at_least("queue_limit", self.queue_limit, 1)
+
+
+def _at_least(setting: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(setting, value, f"at least {least}")
+
+
+def _one_of(setting: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(setting, value, f"one of {', '.join(allowed)}")

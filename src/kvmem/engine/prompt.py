@@ -1,0 +1,49 @@
+"""What the engine reads: tokens, and which of them belong to whom."""
+
+from dataclasses import dataclass
+
+__all__ = ["Prompt", "RoleSpan", "Span"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Half-open token range [start, stop)."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"span [{self.start}, {self.stop}) runs backwards or below zero")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpan:
+    """The content tokens of one message, without the template's own tokens."""
+
+    role: str
+    span: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A rendered and tokenised request.
+
+    spans: contents of the messages that were found in the rendered text, in order.
+    query_span: content of the last user message; None where it could not be found.
+    query_fallback: why query_span is None, for the memory report; empty otherwise.
+    """
+
+    tokens: tuple[int, ...]
+    spans: tuple[RoleSpan, ...] = ()
+    query_span: Span | None = None
+    query_fallback: str = ""
+
+    def __post_init__(self) -> None:
+        limit = len(self.tokens)
+        for span in (*(item.span for item in self.spans), self.query_span):
+            if span is not None and span.stop > limit:
+                raise ValueError(f"span ends at {span.stop}, the prompt has {limit} tokens")

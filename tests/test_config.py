@@ -1,0 +1,162 @@
+"""Settings: each rule names setting, value and itself; sizes follow from model and machine."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmem.config import MemoryConfig, MemoryFacts, ModelConfig, PoolSizes, ServerConfig
+from kvmem.errors import ConfigError
+
+GIB = 1 << 30
+FACTS = MemoryFacts(
+    trained_tokens=8192,
+    kv_bytes_per_token=1024,
+    host_bytes_per_token=1100,
+    free_device_bytes=8 * GIB,
+    device_bytes=16 * GIB,
+    free_host_bytes=8 * GIB,
+    host_bytes=16 * GIB,
+    shared=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"budget_tokens": 100},
+            "budget_tokens is 100, but must be at least one block (block_tokens=128)",
+        ),
+        (
+            {"reserve_tokens": 0},
+            "reserve_tokens is 0, but must be at least one block (block_tokens=128)",
+        ),
+        (
+            {"budget_tokens": 512, "sink_tokens": 512},
+            "sink_tokens is 512, but must be below budget_tokens=512 "
+            "(the sink is at least one block)",
+        ),
+        (
+            {"budget_tokens": 512, "sink_tokens": 600},
+            "sink_tokens is 600, but must be below budget_tokens=512 "
+            "(the sink is at least one block)",
+        ),
+        (
+            {"budget_tokens": 128},
+            "sink_tokens is 128, but must be below budget_tokens=128 "
+            "(the sink is at least one block)",
+        ),
+        (
+            {"budget_tokens": 512, "recent_tokens": 384},
+            "recent_tokens is 384, but must be below budget_tokens=512 less the sink of 128",
+        ),
+        ({"block_tokens": 20}, "block_tokens is 20, but must be a multiple of 8 from 8 to 1024"),
+        ({"workspace_tokens": 0}, "workspace_tokens is 0, but must be at least 1"),
+        ({"host_limit_bytes": 0}, "host_limit_bytes is 0, but must be at least 1"),
+        (
+            {"type_k": "f16"},
+            "type_v is q8_0, but must be quantised if and only if type_k=f16 is",
+        ),
+        ({"flash_attn": "off"}, "flash_attn is off, but must be on or auto with type_v=q8_0"),
+        (
+            {"ubatch_tokens": 1024},
+            "ubatch_tokens is 1024, but must be at most batch_tokens=512",
+        ),
+        (
+            {"scorer": "best"},
+            "scorer is best, but must be one of fused, heads, lexical, mass, cosine, recency",
+        ),
+    ],
+)
+def test_a_broken_rule_names_itself(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        MemoryConfig(**fields)
+    assert str(caught.value) == message
+
+
+def test_rules_of_the_blocks_do_not_bind_without_the_memory() -> None:
+    assert MemoryConfig(enabled=False, budget_tokens=1).enabled is False
+
+
+def test_a_budget_between_two_blocks_is_floored_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = MemoryConfig(budget_tokens=500, block_tokens=32)
+    assert config.budget_tokens == 480
+    assert caplog.messages == ["budget_tokens=500 is no multiple of block_tokens=32; using 480"]
+
+
+def sizes(facts: MemoryFacts = FACTS, **fields: Any) -> PoolSizes:
+    return MemoryConfig(**fields).resolve(facts)
+
+
+def test_everything_is_visible_where_it_fits() -> None:
+    pool = sizes()
+    assert (pool.workspace_tokens, pool.budget_tokens, pool.reserve_tokens) == (8192, 8192, 128)
+    assert pool.sources["budget_tokens"] == "auto: the whole workspace fits"
+
+
+def test_a_small_device_gets_half_of_what_is_free() -> None:
+    pool = sizes(replace(FACTS, free_device_bytes=4 << 20))
+    assert pool.pool_tokens == 2048
+    assert pool.reserve_tokens == 512  # a quarter
+
+
+@pytest.mark.parametrize(("budget", "reserve"), [(512, 160), (4096, 1344), (131072, 16384)])
+def test_the_reserve_is_a_quarter_of_the_pool_up_to_16384(budget: int, reserve: int) -> None:
+    pool = sizes(budget_tokens=budget, block_tokens=32, workspace_tokens=262144)
+    assert pool.reserve_tokens == reserve
+
+
+def test_the_pool_does_not_depend_on_the_workspace() -> None:
+    pools = {
+        sizes(budget_tokens=512, block_tokens=32, workspace_tokens=tokens).pool_tokens
+        for tokens in (2048, 65536)
+    }
+    assert len(pools) == 1
+
+
+def test_recent_gives_way_in_a_small_budget() -> None:
+    assert sizes(budget_tokens=96, block_tokens=32, workspace_tokens=1024).n_recent_blocks == 1
+    assert sizes(budget_tokens=512, block_tokens=32, workspace_tokens=1024).n_recent_blocks == 4
+
+
+def test_more_than_the_machine_has_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"host_limit_bytes is .* at most the machine's 17179869184"
+    ):
+        sizes(host_limit_bytes=17 * GIB)
+    with pytest.raises(ConfigError, match=r"budget_tokens is 33554432, .* at most 16777216"):
+        sizes(budget_tokens=1 << 25, workspace_tokens=1 << 26)
+
+
+def test_a_device_without_room_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"budget_tokens is auto, .* a block needs 131072"):
+        sizes(replace(FACTS, free_device_bytes=1000))
+
+
+def test_a_workspace_above_the_trained_length_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        sizes(workspace_tokens=10_000, budget_tokens=512)
+    assert "above the 8192 tokens" in caplog.text
+
+
+def test_threads_default_to_the_cores_of_the_process() -> None:
+    model = ModelConfig(path=Path("m.gguf"), n_threads=3)
+    assert (model.threads, model.threads_batch) == (3, 3)
+    assert ModelConfig(path=Path("m.gguf")).threads >= 1
+    with pytest.raises(ConfigError, match="n_threads is 0"):
+        ModelConfig(path=Path("m.gguf"), n_threads=0)
+
+
+def test_server_settings() -> None:
+    with pytest.raises(ConfigError, match="port is 70000, but must be from 0 to 65535"):
+        ServerConfig(port=70000)
+    with pytest.raises(ConfigError, match="api_keys"):
+        ServerConfig(api_keys=("",))
