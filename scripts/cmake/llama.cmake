@@ -63,8 +63,11 @@ set_source_files_properties(${adapter_sources} TARGET_DIRECTORY llama PROPERTIES
 
 # The bridge hides llama-common: templates, chat parsing and samplers behind a C API of strings and handles.
 file(GLOB bridge_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/src/kvmem/bridge/*.cpp)
+if(bridge_sources)
 add_library(kvmem-bridge SHARED ${bridge_sources})
 target_include_directories(kvmem-bridge PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src/kvmem/bridge)
 target_link_libraries(kvmem-bridge PRIVATE llama-common llama)
 target_link_options(kvmem-bridge PRIVATE LINKER:--exclude-libs,ALL LINKER:-Bsymbolic)
 set_property(TARGET kvmem-bridge PROPERTY INSTALL_RPATH $ORIGIN)
+list(APPEND KVMEM_LLAMA_LIBS kvmem-bridge)
+endif()

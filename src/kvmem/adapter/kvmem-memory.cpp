@@ -1,0 +1,246 @@
+#include "kvmem-memory.h"
+
+#include "llama-ext.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-model.h"
+
+#include <stdexcept>
+
+static thread_local std::string last_error;
+
+void kvmem_set_error(const std::string & text) {
+    last_error = text;
+}
+
+const char * kvmem_last_error(void) {
+    return last_error.c_str();
+}
+
+//
+// kvmem_memory
+//
+
+kvmem_memory::kvmem_memory(llama_memory_i * mem) : inner(mem) {
+    if (dynamic_cast<llama_kv_cache_iswa *>(mem) || dynamic_cast<llama_memory_hybrid_iswa *>(mem)) {
+        throw std::runtime_error("sliding-window layers keep a second cache whose cells cannot be placed");
+    }
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(mem)) {
+        attn = hybrid->get_mem_attn();
+        recr = hybrid->get_mem_recr();
+    } else if (auto * cache = dynamic_cast<llama_kv_cache *>(mem)) {
+        attn = cache;
+    } else if (dynamic_cast<llama_memory_recurrent *>(mem)) {
+        throw std::runtime_error("a purely recurrent model has no KV blocks to tier");
+    } else {
+        // MSA, DSA, DSV4 and the hybrid index cache mirror one cell layout in several caches, and a hook in one breaks the others
+        throw std::runtime_error("the cache of this architecture keeps an index beside its K and V (MSA, DSA, DSV4 or hybrid index)");
+    }
+    if (attn->get_n_stream() != 1) {
+        throw std::runtime_error("the cache must have one stream (n_seq_max = 1 or a unified cache)");
+    }
+
+    attn->slot_cb = [this](const llama_ubatch & ubatch, llama_kv_cache::slot_info & res) {
+        const auto & table = attn->get_cells(0);
+
+        // tokens of this decode call that are planned already; llama.cpp applies and restores cells while it plans
+        const uint32_t begin = table.get_used() - n_used_at_place;
+        if (table.get_used() < n_used_at_place || begin + ubatch.n_tokens > placed.size()) {
+            return false;
+        }
+        auto & idxs = res.idxs[0];
+        idxs.assign(placed.begin() + begin, placed.begin() + begin + ubatch.n_tokens);
+        for (uint32_t cell : idxs) {
+            if (!table.is_empty(cell)) {
+                return false;
+            }
+        }
+        return true;
+    };
+}
+
+llama_memory_context_ptr kvmem_memory::init_batch(llama_batch_allocr & balloc, uint32_t n_ubatch, bool embd_all) {
+    return inner->init_batch(balloc, n_ubatch, embd_all);
+}
+
+llama_memory_context_ptr kvmem_memory::init_full() {
+    return inner->init_full();
+}
+
+llama_memory_context_ptr kvmem_memory::init_update(llama_context * lctx, bool optimize) {
+    return inner->init_update(lctx, optimize);
+}
+
+// positions never change: K is stored rotated at its own position
+bool kvmem_memory::get_can_shift() const {
+    return false;
+}
+
+void kvmem_memory::clear(bool data) {
+    inner->clear(data);
+    recurrent_valid = true;
+}
+
+bool kvmem_memory::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+    if (!recr) {
+        return inner->seq_rm(seq_id, p0, p1);
+    }
+    // the hybrid's own seq_rm leaves both halves untouched if the recurrent one cannot follow; a failed decode ignores that
+    if (recr->seq_rm(seq_id, p0, p1)) {
+        return attn->seq_rm(seq_id, p0, p1);
+    }
+    attn->seq_rm(seq_id, p0, p1);
+    recurrent_valid = false;
+    return false;
+}
+
+void kvmem_memory::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
+    inner->seq_cp(seq_id_src, seq_id_dst, p0, p1);
+}
+
+void kvmem_memory::seq_keep(llama_seq_id seq_id) {
+    inner->seq_keep(seq_id);
+}
+
+void kvmem_memory::seq_add(llama_seq_id, llama_pos, llama_pos, llama_pos) {
+    throw std::runtime_error("kvmem never shifts positions");
+}
+
+void kvmem_memory::seq_div(llama_seq_id, llama_pos, llama_pos, int) {
+    throw std::runtime_error("kvmem never shifts positions");
+}
+
+llama_pos kvmem_memory::seq_pos_min(llama_seq_id seq_id) const {
+    return inner->seq_pos_min(seq_id);
+}
+
+llama_pos kvmem_memory::seq_pos_max(llama_seq_id seq_id) const {
+    return inner->seq_pos_max(seq_id);
+}
+
+std::map<ggml_backend_buffer_type_t, size_t> kvmem_memory::memory_breakdown() const {
+    return inner->memory_breakdown();
+}
+
+// a full state would hold the resident cells alone; the host store has its own format
+void kvmem_memory::state_write(llama_io_write_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) const {
+    if (!recr || !(flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)) {
+        throw std::runtime_error("only the recurrent state can be saved (LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)");
+    }
+    inner->state_write(io, seq_id, flags);
+}
+
+void kvmem_memory::state_read(llama_io_read_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) {
+    if (!recr || !(flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)) {
+        throw std::runtime_error("only the recurrent state can be restored (LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)");
+    }
+    inner->state_read(io, seq_id, flags);
+}
+
+llama_kv_cells & kvmem_memory::cells() {
+    return attn->get_cells_mut(0);
+}
+
+const llama_kv_cells & kvmem_memory::cells() const {
+    return attn->get_cells(0);
+}
+
+//
+// creation
+//
+
+namespace {
+
+struct factory_request {
+    uint32_t       n_cells;
+    kvmem_memory * created;
+    std::string    error;
+};
+
+// disarms in every case: llama.cpp's auto-fit and draft contexts must never meet an armed factory
+struct factory_guard {
+    explicit factory_guard(factory_request * request);
+    ~factory_guard() { llama_set_memory_factory(nullptr, nullptr); }
+};
+
+llama_memory_i * create_memory(const llama_model & model, const llama_memory_params & params, const llama_cparams & cparams, void * user_data) {
+    auto * request = (factory_request *) user_data;
+    try {
+        if (request->created) {
+            throw std::runtime_error("the memory factory was armed for one context and is asked for a second");
+        }
+        llama_cparams sized = cparams; // the cache gets n_cells, the context keeps the workspace as n_ctx
+        sized.n_ctx_seq = request->n_cells;
+        std::unique_ptr<llama_memory_i> inner(model.create_memory(params, sized));
+        if (!inner) {
+            throw std::runtime_error("this architecture has no memory to tier");
+        }
+        auto memory = std::make_unique<kvmem_memory>(inner.get());
+        inner.release();
+        request->created = memory.get();
+        return memory.release();
+    } catch (const std::exception & e) {
+        request->error = e.what();
+        throw;
+    }
+}
+
+factory_guard::factory_guard(factory_request * request) {
+    llama_set_memory_factory(create_memory, request);
+}
+
+} // namespace
+
+int kvmem_context_init(
+        llama_model * model, const llama_context_params * params, uint32_t n_cells, llama_context ** ctx, kvmem_memory ** memory) {
+    *ctx    = nullptr;
+    *memory = nullptr;
+    kvmem_set_error("");
+
+    factory_request request = { n_cells, nullptr, "" };
+    llama_context * created = nullptr;
+    {
+        factory_guard guard(&request);
+        created = llama_init_from_model(model, *params);
+    }
+    if (!created) {
+        kvmem_set_error(request.error.empty() ? "llama.cpp could not create the context" : request.error);
+        return request.error.empty() ? KVMEM_ERR_NO_MEMORY : KVMEM_ERR_UNSUPPORTED;
+    }
+    try {
+        request.created->bind(created);
+    } catch (const std::exception & e) {
+        llama_free(created);
+        kvmem_set_error(e.what());
+        return KVMEM_ERR_UNSUPPORTED;
+    }
+    *ctx    = created;
+    *memory = request.created;
+    return KVMEM_OK;
+}
+
+int kvmem_is_hybrid(const kvmem_memory * memory) {
+    return memory->recr != nullptr;
+}
+
+void kvmem_memory_bytes(const kvmem_memory * memory, size_t * attention, size_t * recurrent) {
+    *attention = 0;
+    *recurrent = 0;
+    for (const auto & entry : memory->attn->memory_breakdown()) {
+        *attention += entry.second;
+    }
+    if (memory->recr) {
+        for (const auto & entry : memory->recr->memory_breakdown()) {
+            *recurrent += entry.second;
+        }
+    }
+}
+
+int kvmem_recurrent_valid(const kvmem_memory * memory) {
+    return memory->recurrent_valid;
+}
+
+void kvmem_recurrent_restored(kvmem_memory * memory) {
+    memory->recurrent_valid = true;
+}

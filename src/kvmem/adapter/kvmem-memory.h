@@ -1,0 +1,79 @@
+// llama_memory_i wrapper that owns the stock memory and decides which cells a batch takes.
+#pragma once
+
+#include "kvmem.h"
+
+#include "llama-kv-cache.h"
+#include "llama-memory-recurrent.h"
+#include "llama-memory.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+struct kvmem_layer_data {
+    kvmem_layer        info = {};
+    ggml_tensor *      k    = nullptr;
+    ggml_tensor *      v    = nullptr;
+    std::vector<float> freq_factors_k;
+    std::vector<float> freq_factors_q;
+};
+
+struct kvmem_tap {
+    std::vector<int32_t> slot_of_layer; // layer index -> position in the output, -1: not tapped
+    std::vector<int32_t> rows;
+    std::vector<int64_t> n_seen;        // tokens that each layer has computed so far
+    std::vector<size_t>  n_read;        // rows that each layer has delivered so far
+    float *              out    = nullptr;
+    bool                 active = false;
+    bool                 failed = false;
+};
+
+struct kvmem_memory : public llama_memory_i {
+    explicit kvmem_memory(llama_memory_i * inner); // takes ownership; throws std::runtime_error with the reason if it cannot be tiered
+
+    // finds every layer's tensors and rotations in the graph
+    void bind(llama_context * ctx);
+
+    // llama_memory_i
+
+    llama_memory_context_ptr init_batch(llama_batch_allocr & balloc, uint32_t n_ubatch, bool embd_all) override;
+    llama_memory_context_ptr init_full() override;
+    llama_memory_context_ptr init_update(llama_context * lctx, bool optimize) override;
+
+    bool get_can_shift() const override;
+
+    void clear(bool data) override;
+
+    bool seq_rm  (llama_seq_id seq_id, llama_pos p0, llama_pos p1) override;
+    void seq_cp  (llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) override;
+    void seq_keep(llama_seq_id seq_id) override;
+    void seq_add (llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) override;
+    void seq_div (llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) override;
+
+    llama_pos seq_pos_min(llama_seq_id seq_id) const override;
+    llama_pos seq_pos_max(llama_seq_id seq_id) const override;
+
+    std::map<ggml_backend_buffer_type_t, size_t> memory_breakdown() const override;
+
+    void state_write(llama_io_write_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) const override;
+    void state_read (llama_io_read_i  & io, llama_seq_id seq_id, llama_state_seq_flags flags) override;
+
+    llama_kv_cells &       cells();
+    const llama_kv_cells & cells() const;
+
+    std::unique_ptr<llama_memory_i> inner;
+
+    llama_context *          ctx  = nullptr;
+    llama_kv_cache *         attn = nullptr;
+    llama_memory_recurrent * recr = nullptr;
+
+    std::vector<kvmem_layer_data> layers;
+    std::vector<int32_t>          placed;              // cells of the next decode call
+    uint32_t                      n_used_at_place = 0; // tells how far a batch has got, also when llama.cpp plans it twice
+    std::vector<uint8_t>          scratch;             // one block of the largest row, for moves between slots
+    kvmem_tap                     tap;
+    bool                          recurrent_valid = true;
+};
+
+void kvmem_set_error(const std::string & text);

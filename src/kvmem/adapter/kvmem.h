@@ -1,0 +1,120 @@
+// The C API between kvmem's bindings and llama.cpp's memory: mechanism only, no policy.
+//
+// Every function is safe to call from any language: nothing is thrown, a status is returned.
+// A kvmem_memory belongs to its llama_context and dies with it. One thread at a time may use it.
+#pragma once
+
+#include "llama.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KVMEM_API __attribute__((visibility("default")))
+
+typedef struct kvmem_memory kvmem_memory;
+
+enum kvmem_status {
+    KVMEM_OK              =  0,
+    KVMEM_ERR_ARGUMENT    = -1, // a cell, slot or row that does not exist
+    KVMEM_ERR_UNSUPPORTED = -2, // a model or cache kind that cannot be tiered
+    KVMEM_ERR_NO_MEMORY   = -3,
+    KVMEM_ERR_STATE       = -4, // calls out of order
+    KVMEM_ERR_DEVICE      = -5, // a device refused a copy
+};
+
+// RoPE as the graph applies it (GGML_OP_ROPE), see ggml_rope_ext and ggml_rope_multi
+typedef struct {
+    int32_t       n_dims;     // 0: this tensor is not rotated
+    int32_t       mode;       // GGML_ROPE_TYPE_*
+    int32_t       n_ctx_orig;
+    int32_t       offset;     // first rotated dimension
+    float         freq_base;
+    float         freq_scale;
+    float         ext_factor;
+    float         attn_factor;
+    float         beta_fast;
+    float         beta_slow;
+    int32_t       sections[4];
+    int32_t       n_freq_factors;
+    const float * freq_factors; // owned by the memory
+} kvmem_rope;
+
+typedef struct {
+    int32_t    il;          // layer of the model
+    int32_t    n_head;
+    int32_t    n_head_kv;
+    int32_t    head_dim_k;
+    int32_t    head_dim_v;
+    int32_t    type_k;      // ggml_type
+    int32_t    type_v;
+    int32_t    hadamard;    // size of the Walsh-Hadamard blocks that K and Q went through; 0: none
+    size_t     k_row_bytes; // one cell
+    size_t     v_row_bytes;
+    float      kq_scale;    // factor before the softmax
+    kvmem_rope rope_k;
+    kvmem_rope rope_q;
+    void    (* dequantize_k)(const void * src, float * dst, int64_t n);
+} kvmem_layer;
+
+typedef struct {
+    int32_t pos[4];
+    int32_t token;
+    int32_t x;
+    int32_t y;
+} kvmem_cell_meta;
+
+// Why the last call of this thread failed; "" if it did not.
+KVMEM_API const char * kvmem_last_error(void);
+
+// Create a context whose attention cache has n_cells cells; params.n_ctx stays the logical workspace.
+// Supported: one plain KV cache with flash attention, alone or beside a recurrent state.
+KVMEM_API int kvmem_context_init(
+        struct llama_model * model, const struct llama_context_params * params, uint32_t n_cells,
+        struct llama_context ** ctx, kvmem_memory ** memory);
+
+KVMEM_API uint32_t kvmem_n_cells (const kvmem_memory * memory);
+KVMEM_API uint32_t kvmem_n_layers(const kvmem_memory * memory);
+KVMEM_API int      kvmem_layer_get(const kvmem_memory * memory, uint32_t i, kvmem_layer * layer);
+KVMEM_API int      kvmem_is_hybrid(const kvmem_memory * memory);
+// Bytes of the attention cache and of the recurrent state on the devices
+KVMEM_API void     kvmem_memory_bytes(const kvmem_memory * memory, size_t * attention, size_t * recurrent);
+
+// cells
+
+// The tokens of the next llama_decode go to these cells, in order; all of them must be empty.
+KVMEM_API int kvmem_cells_place(kvmem_memory * memory, const int32_t * cells, uint32_t n);
+// Make n cells from `cell` on visible to attention as holding these tokens.
+KVMEM_API int kvmem_cells_publish(kvmem_memory * memory, int32_t cell, const kvmem_cell_meta * meta, uint32_t n);
+// Forget n cells from `cell` on. Never touches the recurrent state.
+KVMEM_API int kvmem_cells_clear(kvmem_memory * memory, int32_t cell, uint32_t n);
+// pos and token of each cell, or pos -1; for checks
+KVMEM_API int kvmem_cells_read(const kvmem_memory * memory, int32_t cell, int32_t * pos, uint32_t n);
+KVMEM_API uint32_t kvmem_cells_used(const kvmem_memory * memory);
+
+// rows: a block payload is `layer 0 K | layer 0 V | layer 1 K | ...`, block_tokens rows each
+
+KVMEM_API size_t kvmem_payload_bytes(const kvmem_memory * memory, uint32_t block_tokens);
+KVMEM_API int kvmem_rows_get(kvmem_memory * memory, uint32_t block_tokens, const int32_t * slots, uint8_t * const * payloads, uint32_t n);
+KVMEM_API int kvmem_rows_set(kvmem_memory * memory, uint32_t block_tokens, const int32_t * slots, const uint8_t * const * payloads, uint32_t n);
+KVMEM_API int kvmem_rows_move(kvmem_memory * memory, uint32_t block_tokens, int32_t source, int32_t target);
+
+// the query tap: Q as flash attention reads it (rotated), for chosen tokens of the next llama_decode calls
+
+// rows: ascending indices, counted over all tokens decoded from here on. layers: indices into kvmem_layer_get, ascending.
+// out: f32 [n_layers][n_rows][n_head * head_dim_k], every tapped layer of one size; must live until kvmem_tap_end.
+KVMEM_API int kvmem_tap_begin(
+        kvmem_memory * memory, const int32_t * layers, uint32_t n_layers, const int32_t * rows, uint32_t n_rows, float * out);
+// Stop. Fails with KVMEM_ERR_STATE if a row of a layer was not seen.
+KVMEM_API int kvmem_tap_end(kvmem_memory * memory);
+
+// A failed or aborted decode, or a removal that the recurrent state cannot follow, makes that state unusable until it is restored.
+KVMEM_API int  kvmem_recurrent_valid(const kvmem_memory * memory);
+KVMEM_API void kvmem_recurrent_restored(kvmem_memory * memory);
+
+#ifdef __cplusplus
+}
+#endif
