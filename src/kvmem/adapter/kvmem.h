@@ -115,6 +115,13 @@ KVMEM_API int kvmem_tap_end(kvmem_memory * memory);
 KVMEM_API int  kvmem_recurrent_valid(const kvmem_memory * memory);
 KVMEM_API void kvmem_recurrent_restored(kvmem_memory * memory);
 
+// log
+
+// Collect the log lines of llama.cpp and ggml (at most 2000, the oldest go first).
+KVMEM_API void   kvmem_log_install(void);
+// Take the oldest line: fills text and the ggml_log_level, returns its size with the final zero, or 0 if there is none.
+KVMEM_API size_t kvmem_log_take(char * text, size_t size, int * level);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,0 +1,63 @@
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmem.llama.model import Model
+
+__all__ = ["CancelToken", "Context"]
+
+class CancelToken:
+    def set(self) -> None: ...
+    def clear(self) -> None: ...
+    def is_set(self) -> bool: ...
+
+class Context:
+    model: Model
+    n_vocab: int
+    n_batch: int
+    n_ubatch: int
+    n_ctx: int
+    n_outputs: int
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int,
+        n_cells: int = 0,
+        n_batch: int = 512,
+        n_ubatch: int = 512,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        flash_attn: str = "on",
+        n_threads: int = 1,
+        n_threads_batch: int = 1,
+        offload_kqv: bool = True,
+        n_seq_max: int = 1,
+    ) -> None: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+    @property
+    def is_closed(self) -> bool: ...
+    def decode(
+        self,
+        tokens: NDArray[np.int32],
+        pos: NDArray[np.int32],
+        *,
+        outputs: Literal["last", "all", "none"] | Sequence[int] = "last",
+        seqs: Sequence[int] = (0,),
+        cancel: CancelToken | None = None,
+    ) -> None: ...
+    def logits(self, i: int = -1) -> NDArray[Any]: ...
+    def clear(self) -> None: ...
+    def seq_rm(self, seq: int, start: int, stop: int) -> bool: ...
+    def seq_cp(self, source: int, target: int, start: int, stop: int) -> None: ...
+    def seq_pos_max(self, seq: int) -> int: ...

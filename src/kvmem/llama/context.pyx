@@ -1,0 +1,251 @@
+"""A llama_context: batches in, logits out."""
+
+import threading
+
+import numpy as np
+
+from cpython.exc cimport PyErr_CheckSignals
+from libc.string cimport memcpy
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+from kvmem.errors import Cancelled, CapacityError, DecodeError, ModelError, StateError
+from kvmem.llama cimport c_adapter as a
+from kvmem.llama cimport c_llama as c
+from kvmem.llama import log
+from kvmem.llama.runtime import KV_TYPES
+
+__all__ = ["CancelToken", "Context"]
+
+cdef double SIGNAL_PERIOD_S = 0.05  # how often a decode looks for Ctrl-C; taking the GIL costs microseconds
+
+
+cdef class CancelToken:
+    """Set from any thread to end the decode call that watches it."""
+
+    def set(self):
+        self._set = 1
+
+    def clear(self):
+        self._set = 0
+
+    def is_set(self):
+        return self._set != 0
+
+
+cdef double _now_s() noexcept nogil:
+    cdef timespec t
+    clock_gettime(CLOCK_MONOTONIC, &t)
+    return t.tv_sec + 1e-9 * t.tv_nsec
+
+
+cdef bint _should_abort(void *data) noexcept nogil:
+    """ggml asks between nodes, on the thread that called decode (the CPU back end alone does)."""
+    cdef double now
+    if (<Context>data)._cancel._set:
+        return True
+    if not (<Context>data)._check_signals:
+        return False
+    now = _now_s()
+    if now - (<Context>data)._checked_s < SIGNAL_PERIOD_S:
+        return False
+    (<Context>data)._checked_s = now
+    with gil:
+        try:
+            PyErr_CheckSignals()
+        except BaseException as error:
+            (<Context>data)._interrupt = error
+            return True
+        return False
+
+
+cdef class Context:
+    """Owns one llama_context over ``model``.
+
+    Args:
+        n_ctx: the logical workspace, in tokens.
+        n_cells: cells of a bounded, placeable attention cache; 0 for a stock context of n_ctx cells.
+        n_batch, n_ubatch: most tokens of one decode call, and of one graph.
+        type_k, type_v: names in runtime.KV_TYPES.
+        flash_attn: "on", "off" or "auto".
+        n_seq_max: sequences, of a unified cache.
+
+    Raises:
+        ModelError: the architecture's cache cannot be tiered; the message says why.
+        CapacityError: the memory for it cannot be had.
+    """
+
+    def __init__(self, Model model not None, *, int n_ctx, int n_cells=0, int n_batch=512, int n_ubatch=512,
+                 str type_k="f16", str type_v="f16", str flash_attn="on", int n_threads=1, int n_threads_batch=1,
+                 bint offload_kqv=True, int n_seq_max=1):
+        cdef c.llama_context_params params
+        cdef c.llama_model *model_ptr = model.get()
+        cdef int status = 0
+        if self._ptr != NULL:
+            raise StateError("a Context is made once")
+        self.model = model
+        self._cancel = CancelToken()
+        params = c.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = n_batch
+        params.n_ubatch = n_ubatch
+        params.n_seq_max = n_seq_max
+        params.kv_unified = True
+        params.n_threads = n_threads
+        params.n_threads_batch = n_threads_batch
+        params.type_k = <c.ggml_type><int>KV_TYPES[type_k]
+        params.type_v = <c.ggml_type><int>KV_TYPES[type_v]
+        params.offload_kqv = offload_kqv
+        params.no_perf = True
+        params.flash_attn_type = {"on": c.LLAMA_FLASH_ATTN_TYPE_ENABLED, "off": c.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+                                  "auto": c.LLAMA_FLASH_ATTN_TYPE_AUTO}[flash_attn]
+        with nogil:
+            if n_cells:
+                status = a.kvmem_context_init(model_ptr, &params, n_cells, &self._ptr, &self._memory)
+            else:
+                self._ptr = c.llama_init_from_model(model_ptr, params)
+        errors = log.drain()
+        if self._ptr == NULL:
+            reason = a.kvmem_last_error().decode("utf-8", "replace") if n_cells else "llama.cpp could not create it"
+            if status == a.KVMEM_ERR_UNSUPPORTED:
+                raise ModelError(
+                    f"{model.architecture} models cannot run with KV memory: {reason}; use --no-kvmem for plain llama.cpp")
+            raise CapacityError("; ".join([f"no context of {n_cells or n_ctx} cells: {reason}", *errors]))
+        model._n_users += 1
+        self.n_vocab = model_n_vocab(model)
+        self.n_batch = c.llama_n_batch(self._ptr)
+        self.n_ubatch = c.llama_n_ubatch(self._ptr)
+        self.n_ctx = c.llama_n_ctx(self._ptr)
+        self._batch = c.llama_batch_init(self.n_batch, 0, n_seq_max)
+        c.llama_set_abort_callback(self._ptr, <c.ggml_abort_callback>_should_abort, <void *>self)
+
+    def __dealloc__(self):
+        self._free()
+
+    cdef void _free(self) noexcept:
+        cdef c.llama_context *ptr = self._ptr
+        self._ptr = NULL
+        self._memory = NULL
+        if ptr != NULL:
+            c.llama_batch_free(self._batch)
+            with nogil:
+                c.llama_free(ptr)
+            self.model._n_users -= 1
+
+    cdef c.llama_context *get(self) except NULL:
+        if self._ptr == NULL:
+            raise StateError("the context is closed")
+        return self._ptr
+
+    cdef a.kvmem_memory *memory(self) except NULL:
+        if self._ptr == NULL:
+            raise StateError("the context is closed")
+        if self._memory == NULL:
+            raise StateError("a stock context has no placeable memory")
+        return self._memory
+
+    def close(self):
+        """Free the context. A second call does nothing."""
+        self._free()
+        log.drain()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    @property
+    def is_closed(self):
+        return self._ptr == NULL
+
+    def decode(self, const int[::1] tokens not None, const int[::1] pos not None, *, outputs="last", seqs=(0,),
+               CancelToken cancel=None):
+        """Run one batch through the model; the GIL is released.
+
+        tokens, pos: int32 [n], 1 <= n <= n_batch. outputs: "last", "all", "none" or a sequence of token indices, the
+        rows of logits to keep. seqs: the sequences that the tokens belong to.
+
+        Raises:
+            DecodeError: llama.cpp refused or failed; which tokens it still holds is up to the caller to find out.
+            Cancelled: ``cancel`` was set. Any exception of a signal handler, KeyboardInterrupt above all.
+        """
+        cdef c.llama_context *ctx = self.get()
+        cdef int n = <int>tokens.shape[0]
+        cdef int i, j
+        cdef int n_seq = len(seqs)
+        cdef int status
+        if n < 1 or n > self.n_batch or pos.shape[0] != n:
+            raise DecodeError(f"a batch of {n} tokens and {pos.shape[0]} positions; it may hold 1 to {self.n_batch}")
+        if cancel is not None and cancel._set:
+            raise Cancelled("cancelled before the batch")
+        self._batch.n_tokens = n
+        for i in range(n):
+            if not 0 <= tokens[i] < self.n_vocab:
+                raise DecodeError(f"token {tokens[i]} is outside the vocabulary of {self.n_vocab}")
+            self._batch.token[i] = tokens[i]
+            self._batch.pos[i] = pos[i]
+            self._batch.n_seq_id[i] = n_seq
+            for j in range(n_seq):
+                self._batch.seq_id[i][j] = seqs[j]
+            self._batch.logits[i] = outputs == "all"
+        self.n_outputs = n if outputs == "all" else 0
+        if outputs == "last":
+            outputs = (n - 1,)
+        if not isinstance(outputs, str):
+            for i in outputs:
+                if not 0 <= i < n:
+                    raise DecodeError(f"no token {i} in a batch of {n}")
+                self._batch.logits[i] = True
+            self.n_outputs = len(outputs)
+        self._cancel = cancel if cancel is not None else CancelToken()
+        self._check_signals = threading.current_thread() is threading.main_thread()
+        self._interrupt = None
+        with nogil:
+            status = c.llama_decode(ctx, self._batch)
+            if status == 0:
+                c.llama_synchronize(ctx)
+        if status == 0:
+            return
+        errors = log.drain()
+        self.n_outputs = 0
+        if self._interrupt is not None:
+            interrupt, self._interrupt = self._interrupt, None
+            raise interrupt
+        if status == 2:
+            raise Cancelled("cancelled during the batch")
+        reason = {1: "no free cells for it", -1: "an invalid batch", -2: "no memory for the compute buffers"}.get(
+            status, f"status {status}")
+        raise DecodeError("; ".join([f"llama.cpp could not decode {n} tokens: {reason}", *errors]))
+
+    def logits(self, int i=-1):
+        """Logits of the i-th token of the last batch, or of the last output for -1: f32 [n_vocab], a copy."""
+        cdef float *row = c.llama_get_logits_ith(self.get(), i)
+        cdef float[::1] view
+        if row == NULL:
+            log.drain()
+            raise StateError(f"the last batch kept no logits for token {i}")
+        out = np.empty(self.n_vocab, np.float32)
+        view = out
+        memcpy(&view[0], row, self.n_vocab * sizeof(float))
+        return out
+
+    # The calls below act on a stock context (plain llama.cpp): a placeable memory is managed by its port.
+
+    def clear(self):
+        """Forget every token."""
+        c.llama_memory_clear(c.llama_get_memory(self.get()), False)
+
+    def seq_rm(self, int seq, int start, int stop):
+        """Remove the positions [start, stop) of a sequence; -1 for an open end. False if that is not possible."""
+        return c.llama_memory_seq_rm(c.llama_get_memory(self.get()), seq, start, stop)
+
+    def seq_cp(self, int source, int target, int start, int stop):
+        c.llama_memory_seq_cp(c.llama_get_memory(self.get()), source, target, start, stop)
+
+    def seq_pos_max(self, int seq):
+        """The newest position of a sequence, -1 if there is none."""
+        return c.llama_memory_seq_pos_max(c.llama_get_memory(self.get()), seq)
+
+
+cdef int model_n_vocab(Model model) except -1:
+    return c.llama_vocab_n_tokens(c.llama_model_get_vocab(model.get()))

@@ -1,0 +1,9 @@
+from typing import Final
+
+__all__ = ["KV_TYPES", "devices", "ensure_started", "system_info"]
+
+KV_TYPES: Final[dict[str, int]]
+
+def ensure_started() -> None: ...
+def devices() -> list[tuple[str, str, str, int, int]]: ...
+def system_info() -> str: ...
