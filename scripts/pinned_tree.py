@@ -1,8 +1,8 @@
-"""What scripts/vendor-llama and scripts/apply-patches share: the pin, trees of files, and unified diffs.
+"""What vendor-llama and apply-patches share: the pin, trees of files, and unified diffs.
 
 A pinned tree keeps its own record in `.kvmem/`:
 
-    files      one line "<sha256>  <path>" a file, sorted by path, as the archive had it (`sha256sum -c` reads it)
+    files      "<sha256>  <path>" of each file as the archive had it, sorted (see sha256sum -c)
     patched    the same for the files that our patches changed, as the patches left them
     orig/      those files as the archive had them
 
@@ -100,7 +100,9 @@ def parse_hashes(text: str) -> dict[str, str]:
 
 def list_differences(found: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
     """Paths whose hashes differ or that stand on one side only, sorted."""
-    return sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+    return sorted(
+        name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)
+    )
 
 
 def name_some(paths: Iterable[str], limit: int = 3) -> str:
@@ -112,7 +114,7 @@ def name_some(paths: Iterable[str], limit: int = 3) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a pinned tree knows of itself: hashes by path, as the archive had them and as our patches left some."""
+    """What a pinned tree knows of itself: hashes by path, in the archive and after our patches."""
 
     files: Mapping[str, str]
     patched: Mapping[str, str]
@@ -125,16 +127,18 @@ class Record:
             return None
         files = parse_hashes((folder / "files").read_text(encoding="utf-8"))
         patched = folder / "patched"
-        return cls(files, parse_hashes(patched.read_text(encoding="utf-8")) if patched.is_file() else {})
+        return cls(
+            files, parse_hashes(patched.read_text(encoding="utf-8")) if patched.is_file() else {}
+        )
 
 
 State = Literal["empty", "pin", "patched", "outdated"]
 
 
 def inspect_tree(tree: Path, pin: Pin, series: Sequence[FilePatch]) -> State:
-    """What `tree` is; a tree without a record gets one if it is the pin, or the pin with `series` applied.
+    """What `tree` is; without a record it gets one if it is the pin, patched by `series` or not.
 
-    "outdated" is the pin with other patches of ours, or with a part of them: an interrupted run, or an older series.
+    "outdated" is the pin with another set of our patches: of an older series, or an interrupted run.
     Raises Refusal, with the files, for a tree that anyone else has changed.
     """
     files = list_tree(tree)
@@ -155,15 +159,20 @@ def inspect_tree(tree: Path, pin: Pin, series: Sequence[FilePatch]) -> State:
     if edited:
         raise Refusal(
             f"{tree} differs from the pin and from our patches in {name_some(edited)}; "
-            "put it back with scripts/vendor-llama --reset, or give your tree to the build as KVMEM_LLAMA_SOURCE."
+            "put it back with scripts/vendor-llama --reset, "
+            "or give your tree to the build as KVMEM_LLAMA_SOURCE."
         )
     if hashes == record.files:
         return "pin"
-    wanted = {path: digest(data) for path, data in apply_changes(series, Originals(tree).read).items()}
+    wanted = {
+        path: digest(data) for path, data in apply_changes(series, Originals(tree).read).items()
+    }
     return "patched" if hashes == {**record.files, **wanted} else "outdated"
 
 
-def _adopt(tree: Path, hashes: Mapping[str, str], pin: Pin, series: Sequence[FilePatch]) -> Record | None:
+def _adopt(
+    tree: Path, hashes: Mapping[str, str], pin: Pin, series: Sequence[FilePatch]
+) -> Record | None:
     """Give a tree that was made elsewhere its record; None if it is not the pin, patched or not."""
     originals: dict[str, bytes] = {}
     if digest(format_hashes(hashes).encode()) != pin.tree_sha256:
@@ -235,7 +244,7 @@ class FilePatch:
 
 
 def read_series(patches: Path = ROOT / "patches") -> list[FilePatch]:
-    """Every file change of patches/series, in order. Raises Refusal on anything but a change to an existing file."""
+    """The file changes of patches/series, in order; Refusal unless each is of an existing file."""
     changes: list[FilePatch] = []
     for line in (patches / "series").read_text(encoding="utf-8").splitlines():
         name = line.split("#", 1)[0].strip()
@@ -257,12 +266,16 @@ def parse_patch(text: str, name: str) -> list[FilePatch]:
         if lines[at].startswith("--- ") and lines[at + 1].startswith("+++ ")
     ]
     if not starts:
-        raise Refusal(f"patches/{name} holds no change; expected a unified diff with a/ and b/ paths.")
+        raise Refusal(
+            f"patches/{name} holds no change; expected a unified diff with a/ and b/ paths."
+        )
     changes = []
     for at, stop in zip(starts, [*starts[1:], len(lines)], strict=True):
         before, after = lines[at][4:].strip(), lines[at + 1][4:].strip()
         if before[:2] != "a/" or after[:2] != "b/" or before[2:] != after[2:]:
-            raise Refusal(f"patches/{name} must only change existing files, not turn {before} into {after}.")
+            raise Refusal(
+                f"patches/{name} must only change existing files, not turn {before} into {after}."
+            )
         hunks = tuple(_parse_hunks(lines[at + 2 : stop], name, after[2:]))
         changes.append(FilePatch(name, after[2:], hunks))
     return changes
@@ -302,10 +315,12 @@ def reverse(changes: Iterable[FilePatch]) -> list[FilePatch]:
     return undone
 
 
-def apply_changes(changes: Iterable[FilePatch], read: Callable[[str], bytes | None]) -> dict[str, bytes]:
-    """The changed files' new contents, nothing written; `read` gives a file's bytes, or None where there is none.
+def apply_changes(
+    changes: Iterable[FilePatch], read: Callable[[str], bytes | None]
+) -> dict[str, bytes]:
+    """The changed files' new contents; nothing is written. `read` gives bytes, or None for no file.
 
-    A hunk may sit at another line than it says, as after unrelated edits, but its lines must match exactly.
+    A hunk may sit at another line than it says, as after unrelated edits, but its lines must match.
     Raises Refusal that names patch and file.
     """
     texts: dict[str, list[str]] = {}
@@ -321,8 +336,13 @@ def apply_changes(changes: Iterable[FilePatch], read: Callable[[str], bytes | No
             if at is None:
                 known = _find(lines, hunk.new, hunk.start + shift) is not None
                 raise Refusal(
-                    f"{change.patch} does not apply to {change.path}: hunk {number} of {len(change.hunks)} "
-                    + ("is there already." if known else f"finds no match near line {hunk.start + 1}.")
+                    f"{change.patch} does not apply to {change.path}: "
+                    f"hunk {number} of {len(change.hunks)} "
+                    + (
+                        "is there already."
+                        if known
+                        else f"finds no match near line {hunk.start + 1}."
+                    )
                 )
             lines[at : at + len(hunk.old)] = hunk.new
             shift = at - hunk.start + len(hunk.new) - len(hunk.old)

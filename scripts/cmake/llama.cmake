@@ -1,8 +1,7 @@
-# llama.cpp under our own library names.
+# llama.cpp, from KVMEM_LLAMA_DIR, under our own library names.
 #
 # ggml and llama are shared, llama-common is a static library inside kvmem-bridge, so that nothing of it is exported.
-set(KVMEM_LLAMA_DIR ${CMAKE_CURRENT_SOURCE_DIR}/vendor/llama.cpp)
-
+# Sets KVMEM_LLAMA_LIBS (all that is installed) and KVMEM_LINK_LIBS (what a binding links).
 set(LLAMA_BUILD_COMMON OFF CACHE INTERNAL "")
 set(LLAMA_BUILD_MTMD OFF CACHE INTERNAL "")
 foreach(part TESTS TOOLS EXAMPLES SERVER APP UI)
@@ -21,37 +20,48 @@ if(KVMEM_RELEASE)
     endif()
 endif()
 if(KVMEM_CUDA)
-    set(GGML_CUDA ON CACHE BOOL "" FORCE)
-    # The flash-attention kernels for the KV types that kvmem offers, in equal pairs; other pairs go through F16.
-    set(GGML_CUDA_FA_QUANTS "q4_0-q4_0;q5_0-q5_0;q8_0-q8_0;f16-f16" CACHE STRING "")
+    include(scripts/cmake/cuda.cmake)
 endif()
-set(LLAMA_BUILD_NUMBER 11549)
-set(LLAMA_BUILD_COMMIT b11549)
+
+file(STRINGS ${CMAKE_CURRENT_SOURCE_DIR}/vendor/PIN build_line REGEX "^build = ")
+string(REGEX REPLACE "^build = " "" LLAMA_BUILD_NUMBER "${build_line}")
+set(LLAMA_BUILD_COMMIT b${LLAMA_BUILD_NUMBER})
+if(KVMEM_LLAMA_SOURCE)
+    set(LLAMA_BUILD_NUMBER 0)
+    set(LLAMA_BUILD_COMMIT checkout)
+endif()
 
 function(kvmem_add_llama)
+    set(GIT_EXE "")  # else ggml takes our own commit for its
     set(BUILD_SHARED_LIBS ON)
     add_subdirectory(${KVMEM_LLAMA_DIR} vendor/llama EXCLUDE_FROM_ALL)
     set(BUILD_SHARED_LIBS OFF)
-    set(PROJECT_SOURCE_DIR ${KVMEM_LLAMA_DIR})  # build-info looks for a git index there, not in ours
+    set(PROJECT_SOURCE_DIR ${KVMEM_LLAMA_DIR})  # build-info looks for a git index there, not in ours,
+    set(CMAKE_MESSAGE_LOG_LEVEL ERROR)          # and warns that there is none
     set(BUILD_COMPILER "${CMAKE_C_COMPILER_ID} ${CMAKE_C_COMPILER_VERSION}")
     set(BUILD_TARGET "${CMAKE_SYSTEM_NAME} ${CMAKE_SYSTEM_PROCESSOR}")
     add_subdirectory(${KVMEM_LLAMA_DIR}/common vendor/common EXCLUDE_FROM_ALL)
 endfunction()
 kvmem_add_llama()
 
-# Upstream's SONAMEs would bind to the copy of another package in the same process.
+# Upstream's SONAMEs would bind to the copy of another package in the same process. GGML_AVAILABLE_BACKENDS is ggml's
+# list of what it builds: one or more CPU backends, perhaps CUDA; in the release form they are modules that are loaded.
 set(KVMEM_LLAMA_LIBS)
-foreach(target ggml-base ggml ggml-cpu ggml-cuda llama)
-    if(TARGET ${target})
-        get_target_property(type ${target} TYPE)
-        set_property(TARGET ${target} PROPERTY OUTPUT_NAME kvmem-${target})
-        set_property(TARGET ${target} PROPERTY VERSION)
-        set_property(TARGET ${target} PROPERTY SOVERSION)
-        set_property(TARGET ${target} PROPERTY INSTALL_RPATH $ORIGIN)
-        if(type STREQUAL "SHARED_LIBRARY")
-            target_link_options(${target} PRIVATE LINKER:-Bsymbolic)
-        endif()
-        list(APPEND KVMEM_LLAMA_LIBS ${target})
+set(KVMEM_LINK_LIBS)
+foreach(target llama ggml ggml-base ${GGML_AVAILABLE_BACKENDS})
+    if(NOT TARGET ${target})
+        continue()
+    endif()
+    get_target_property(type ${target} TYPE)
+    set_property(TARGET ${target} PROPERTY OUTPUT_NAME kvmem-${target})
+    set_property(TARGET ${target} PROPERTY VERSION)
+    set_property(TARGET ${target} PROPERTY SOVERSION)
+    set_property(TARGET ${target} PROPERTY PUBLIC_HEADER)
+    set_property(TARGET ${target} PROPERTY INSTALL_RPATH $ORIGIN)
+    target_link_options(${target} PRIVATE LINKER:-Bsymbolic)
+    list(APPEND KVMEM_LLAMA_LIBS ${target})
+    if(type STREQUAL "SHARED_LIBRARY")
+        list(APPEND KVMEM_LINK_LIBS ${target})
     endif()
 endforeach()
 
@@ -64,10 +74,11 @@ set_source_files_properties(${adapter_sources} TARGET_DIRECTORY llama PROPERTIES
 # The bridge hides llama-common: templates, chat parsing and samplers behind a C API of strings and handles.
 file(GLOB bridge_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/src/kvmem/bridge/*.cpp)
 if(bridge_sources)
-add_library(kvmem-bridge SHARED ${bridge_sources})
-target_include_directories(kvmem-bridge PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src/kvmem/bridge)
-target_link_libraries(kvmem-bridge PRIVATE llama-common llama)
-target_link_options(kvmem-bridge PRIVATE LINKER:--exclude-libs,ALL LINKER:-Bsymbolic)
-set_property(TARGET kvmem-bridge PROPERTY INSTALL_RPATH $ORIGIN)
-list(APPEND KVMEM_LLAMA_LIBS kvmem-bridge)
+    add_library(kvmem-bridge SHARED ${bridge_sources})
+    target_include_directories(kvmem-bridge PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src/kvmem/bridge)
+    target_link_libraries(kvmem-bridge PRIVATE llama-common llama)
+    target_link_options(kvmem-bridge PRIVATE LINKER:--exclude-libs,ALL LINKER:-Bsymbolic)
+    set_property(TARGET kvmem-bridge PROPERTY INSTALL_RPATH $ORIGIN)
+    list(APPEND KVMEM_LLAMA_LIBS kvmem-bridge)
+    list(APPEND KVMEM_LINK_LIBS kvmem-bridge)
 endif()

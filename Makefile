@@ -1,0 +1,96 @@
+# The commands of a working day. Each sets up what it needs; `make demo` and `make ci` are the two to begin with.
+#
+#   setup     .venv with everything that builds, checks and tests kvmem
+#   build     kvmem in .venv, editable; again after a change: compiles only what changed
+#   demo      build, fetch the demo model, run the demo
+#   test      the quick tests
+#   ci        all checks and tests, on a wheel made from a source archive
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+REQUIRE := $(BIN)/python scripts/requirements
+
+CI_VENV := build/ci/venv
+CI_SOURCE := build/ci/source
+
+.PHONY: setup build demo check format test test-all test-checks test-gpu bench docs wheel ci clean
+
+setup: $(VENV)/ready
+
+# What pip installs is listed in pyproject.toml alone; a change there sets up again.
+$(VENV)/ready: pyproject.toml scripts/requirements
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(REQUIRE) build run test check > $(VENV)/requirements.txt
+	$(PIP) install --quiet --requirement $(VENV)/requirements.txt
+	touch $@
+
+# No build isolation: Cython, CMake and ninja of .venv stay the same, so that ninja sees only real changes.
+build: setup
+	$(PIP) install --quiet --no-build-isolation --no-deps --no-index --editable .
+
+demo: build
+	$(BIN)/kvmem demo-model
+	$(BIN)/kvmem demo
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/cython-lint src/kvmem
+	find src/kvmem \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' \) -exec $(BIN)/clang-format --dry-run -Werror {} +
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	find src/kvmem \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' \) -exec $(BIN)/clang-format -i {} +
+
+test: build
+	$(BIN)/python -m pytest -m "not slow and not wheel and not gpu"
+
+test-gpu: setup
+	KVMEM_CUDA=1 $(PIP) install --no-build-isolation --no-deps --no-index --editable .
+	$(BIN)/python -m pytest -m gpu
+
+# kv/ alone with bounds checks and sanitizers; -S keeps an editable kvmem out of the way.
+test-checks: setup
+	$(BIN)/cmake -S . -B build/checks -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	    -DPython_EXECUTABLE=$(abspath $(BIN))/python -DKVMEM_LLAMA=OFF -DKVMEM_CHECKS=ON -DKVMEM_SANITIZE=ON
+	$(BIN)/cmake --build build/checks
+	rm -rf build/checks/site && mkdir -p build/checks/site
+	cp -r src/kvmem build/checks/site/ && find build/checks/site -name '*.so' -delete
+	$(BIN)/cmake --install build/checks --component kvmem --prefix build/checks/site
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	    PYTHONPATH=build/checks/site:$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") \
+	    $(BIN)/python -S -m pytest tests/kv
+
+bench: build
+	$(BIN)/kvmem bench speed
+	$(BIN)/kvmem bench recall
+
+docs: setup
+	$(BIN)/python scripts/gen-docs
+
+wheel: setup
+	rm -rf dist && mkdir -p dist
+	$(PIP) wheel --no-build-isolation --no-deps --no-index --wheel-dir dist .
+
+# What CI does: a source archive of the clone, a wheel of that archive, and every check and test on that wheel.
+ci:
+	$(MAKE) VENV=$(CI_VENV) ci-wheel check test-checks test-all
+
+.PHONY: ci-wheel
+ci-wheel: setup
+	rm -rf build/ci/dist $(CI_SOURCE) && mkdir -p build/ci/dist $(CI_SOURCE)
+	$(BIN)/python -c "from scikit_build_core.build import build_sdist; build_sdist('build/ci/dist')"
+	tar -xzf build/ci/dist/kvmem-*.tar.gz -C $(CI_SOURCE) --strip-components=1
+	$(PIP) wheel --verbose --no-build-isolation --no-deps --no-index --wheel-dir build/ci/dist \
+	    --config-settings build-dir=$(abspath build/ci/objects) $(CI_SOURCE)
+	$(PIP) install --quiet --no-deps --no-index --force-reinstall build/ci/dist/kvmem-*.whl
+
+test-all: setup
+	KVMEM_DIST=build/ci/dist $(BIN)/python -m pytest -m "not gpu"
+
+clean:
+	rm -rf build dist

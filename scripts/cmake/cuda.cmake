@@ -1,0 +1,13 @@
+# The CUDA backend: what to compile for the KV types that kvmem offers, and a compiler known to be wrong.
+find_package(CUDAToolkit QUIET)
+if(NOT CUDAToolkit_FOUND)
+    message(FATAL_ERROR
+        "kvmem: KVMEM_CUDA is on but no CUDA toolkit was found; put nvcc on PATH, set CUDAToolkit_ROOT, or turn it off.")
+endif()
+if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 13.2 AND CUDAToolkit_VERSION VERSION_LESS 13.2.86)
+    message(WARNING
+        "kvmem: nvcc ${CUDAToolkit_VERSION} miscompiles IQ1_S, IQ2_S and IQ3_S weights; use 13.0, or 13.2.86 or newer.")
+endif()
+set(GGML_CUDA ON CACHE BOOL "" FORCE)
+# Flash-attention kernels in equal pairs; a pair that is not here still runs, through a conversion to F16.
+set(GGML_CUDA_FA_QUANTS "q4_0-q4_0;q5_0-q5_0;q8_0-q8_0;f16-f16" CACHE STRING "")
