@@ -3,8 +3,6 @@
 
 #include "llama-context.h"
 
-#include <algorithm>
-
 static int fail(int status, const char * text) {
     kvmem_set_error(text);
     return status;
@@ -78,63 +76,49 @@ uint32_t kvmem_cells_used(const kvmem_memory * memory) {
     return memory->cells().get_used();
 }
 
-size_t kvmem_payload_bytes(const kvmem_memory * memory, uint32_t block_tokens) {
-    size_t bytes = 0;
-    for (const auto & layer : memory->layers) {
-        bytes += block_tokens * (layer.info.k_row_bytes + layer.info.v_row_bytes);
-    }
-    return bytes;
+size_t kvmem_payload_bytes(const kvmem_memory * memory) {
+    return memory->block_tokens * memory->cell_bytes;
 }
 
-// calls copy(tensor, byte offset in the tensor, byte offset in the payload, bytes) for the K and the V rows of each layer
+const char * kvmem_transfer_name(const kvmem_memory * memory) {
+    return memory->transfer->name();
+}
+
+// checks the slots, waits for the graphs in flight and runs the copy
 template <typename F>
-static void for_each_piece(kvmem_memory * memory, uint32_t block_tokens, int32_t slot, F copy) {
-    size_t offset = 0;
-    for (auto & layer : memory->layers) {
-        for (auto piece : { std::make_pair(layer.k, layer.info.k_row_bytes), std::make_pair(layer.v, layer.info.v_row_bytes) }) {
-            const size_t bytes = block_tokens * piece.second;
-            copy(piece.first, slot * bytes, offset, bytes);
-            offset += bytes;
-        }
-    }
-}
-
-int kvmem_rows_get(kvmem_memory * memory, uint32_t block_tokens, const int32_t * slots, uint8_t * const * payloads, uint32_t n) {
-    llama_synchronize(memory->ctx);
+static int transfer(kvmem_memory * memory, const int32_t * slots, uint32_t n, F copy) {
+    const int64_t block_tokens = memory->block_tokens;
     for (uint32_t i = 0; i < n; ++i) {
-        if (!in_range(memory, (int64_t) slots[i] * block_tokens, block_tokens)) {
-            return fail(KVMEM_ERR_ARGUMENT, "a slot to read lies outside the cache");
+        if (!in_range(memory, slots[i] * block_tokens, block_tokens)) {
+            return fail(KVMEM_ERR_ARGUMENT, "a slot lies outside the cache");
         }
-        for_each_piece(memory, block_tokens, slots[i], [&](ggml_tensor * tensor, size_t at, size_t offset, size_t bytes) {
-            ggml_backend_tensor_get(tensor, payloads[i] + offset, at, bytes);
-        });
+    }
+    try {
+        llama_synchronize(memory->ctx);
+        copy(*memory->transfer);
+    } catch (const std::exception & e) {
+        return fail(KVMEM_ERR_DEVICE, e.what());
     }
     return KVMEM_OK;
 }
 
-int kvmem_rows_set(kvmem_memory * memory, uint32_t block_tokens, const int32_t * slots, const uint8_t * const * payloads, uint32_t n) {
-    llama_synchronize(memory->ctx);
-    for (uint32_t i = 0; i < n; ++i) {
-        if (!in_range(memory, (int64_t) slots[i] * block_tokens, block_tokens)) {
-            return fail(KVMEM_ERR_ARGUMENT, "a slot to write lies outside the cache");
-        }
-        for_each_piece(memory, block_tokens, slots[i], [&](ggml_tensor * tensor, size_t at, size_t offset, size_t bytes) {
-            ggml_backend_tensor_set(tensor, payloads[i] + offset, at, bytes);
-        });
-    }
-    return KVMEM_OK;
+int kvmem_rows_get(kvmem_memory * memory, const int32_t * slots, uint8_t * const * payloads, uint32_t n) {
+    return transfer(memory, slots, n, [&](kvmem_transfer & way) { way.get(slots, payloads, n); });
 }
 
-int kvmem_rows_move(kvmem_memory * memory, uint32_t block_tokens, int32_t source, int32_t target) {
-    llama_synchronize(memory->ctx);
-    if (!in_range(memory, (int64_t) source * block_tokens, block_tokens) || !in_range(memory, (int64_t) target * block_tokens, block_tokens)) {
-        return fail(KVMEM_ERR_ARGUMENT, "a slot to move lies outside the cache");
-    }
-    auto & scratch = memory->scratch;
-    for_each_piece(memory, block_tokens, source, [&](ggml_tensor * tensor, size_t at, size_t, size_t bytes) {
-        scratch.resize(std::max(scratch.size(), bytes));
-        ggml_backend_tensor_get(tensor, scratch.data(), at, bytes);
-        ggml_backend_tensor_set(tensor, scratch.data(), target * bytes, bytes);
-    });
-    return KVMEM_OK;
+int kvmem_rows_set(kvmem_memory * memory, const int32_t * slots, const uint8_t * const * payloads, uint32_t n) {
+    return transfer(memory, slots, n, [&](kvmem_transfer & way) { way.set(slots, payloads, n); });
+}
+
+int kvmem_rows_move(kvmem_memory * memory, int32_t source, int32_t target) {
+    const int32_t slots[] = { source, target };
+    return transfer(memory, slots, 2, [&](kvmem_transfer & way) { way.move(source, target); });
+}
+
+uint8_t * kvmem_host_alloc(kvmem_memory * memory, size_t bytes) {
+    return memory->transfer->host_alloc(bytes);
+}
+
+void kvmem_host_free(kvmem_memory * memory, uint8_t * data) {
+    memory->transfer->host_free(data);
 }

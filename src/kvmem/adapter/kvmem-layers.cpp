@@ -87,8 +87,9 @@ static void copy_floats(const void * src, float * dst, int64_t n) {
     memcpy(dst, src, n * sizeof(float));
 }
 
-void kvmem_memory::bind(llama_context * lctx) {
-    ctx = lctx;
+void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
+    ctx          = lctx;
+    block_tokens = n_block_tokens;
 
     for (uint32_t il : attn->get_layer_ids()) {
         kvmem_layer_data layer;
@@ -142,17 +143,26 @@ void kvmem_memory::bind(llama_context * lctx) {
         }
     }
 
-    size_t row_bytes = 0;
+    std::vector<kvmem_piece> pieces;
     for (auto & layer : layers) {
         if (layer.info.n_head == 0) {
             throw std::runtime_error("flash attention is off or not possible for this model, and without it V is stored transposed");
         }
-        // vector storage may have moved while layers were collected
+        // the vectors may have moved while layers were collected
         layer.info.rope_k.freq_factors = layer.freq_factors_k.data();
         layer.info.rope_q.freq_factors = layer.freq_factors_q.data();
-        row_bytes = std::max({ row_bytes, layer.info.k_row_bytes, layer.info.v_row_bytes });
+
+        for (auto rows : { std::make_pair(layer.k, layer.info.k_row_bytes), std::make_pair(layer.v, layer.info.v_row_bytes) }) {
+            pieces.push_back({ rows.first, block_tokens * rows.second, block_tokens * cell_bytes });
+            cell_bytes += rows.second;
+        }
     }
-    scratch.reserve(256 * row_bytes);
+#ifdef KVMEM_CUDA
+    transfer = kvmem_transfer_cuda(pieces);
+#endif
+    if (!transfer) {
+        transfer = kvmem_transfer_generic(pieces);
+    }
 }
 
 uint32_t kvmem_n_cells(const kvmem_memory * memory) {

@@ -193,10 +193,15 @@ factory_guard::factory_guard(factory_request * request) {
 } // namespace
 
 int kvmem_context_init(
-        llama_model * model, const llama_context_params * params, uint32_t n_cells, llama_context ** ctx, kvmem_memory ** memory) {
+        llama_model * model, const llama_context_params * params, uint32_t n_cells, uint32_t block_tokens,
+        llama_context ** ctx, kvmem_memory ** memory) {
     *ctx    = nullptr;
     *memory = nullptr;
     kvmem_set_error("");
+    if (block_tokens == 0 || n_cells < block_tokens) {
+        kvmem_set_error("fewer cells than one block");
+        return KVMEM_ERR_ARGUMENT;
+    }
 
     factory_request request = { n_cells, nullptr, "" };
     llama_context * created = nullptr;
@@ -209,7 +214,7 @@ int kvmem_context_init(
         return request.error.empty() ? KVMEM_ERR_NO_MEMORY : KVMEM_ERR_UNSUPPORTED;
     }
     try {
-        request.created->bind(created);
+        request.created->bind(created, block_tokens);
     } catch (const std::exception & e) {
         llama_free(created);
         kvmem_set_error(e.what());

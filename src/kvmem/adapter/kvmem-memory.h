@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kvmem.h"
+#include "kvmem-transfer.h"
 
 #include "llama-kv-cache.h"
 #include "llama-memory-recurrent.h"
@@ -33,7 +34,7 @@ struct kvmem_memory : public llama_memory_i {
     explicit kvmem_memory(llama_memory_i * inner); // takes ownership; throws std::runtime_error with the reason if it cannot be tiered
 
     // finds every layer's tensors and rotations in the graph
-    void bind(llama_context * ctx);
+    void bind(llama_context * ctx, uint32_t block_tokens);
 
     // llama_memory_i
 
@@ -71,7 +72,9 @@ struct kvmem_memory : public llama_memory_i {
     std::vector<kvmem_layer_data> layers;
     std::vector<int32_t>          placed;              // cells of the next decode call
     uint32_t                      n_used_at_place = 0; // tells how far a batch has got, also when llama.cpp plans it twice
-    std::vector<uint8_t>          scratch;             // one block of the largest row, for moves between slots
+    std::unique_ptr<kvmem_transfer> transfer;
+    uint32_t                      block_tokens = 0;
+    size_t                        cell_bytes = 0;      // K and V rows of one cell, all layers
     kvmem_tap                     tap;
     bool                          recurrent_valid = true;
 };

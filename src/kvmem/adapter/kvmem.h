@@ -70,10 +70,10 @@ typedef struct {
 // Why the last call of this thread failed; "" if it did not.
 KVMEM_API const char * kvmem_last_error(void);
 
-// Create a context whose attention cache has n_cells cells; params.n_ctx stays the logical workspace.
+// Create a context whose attention cache has n_cells cells in slots of block_tokens; params.n_ctx stays the logical workspace.
 // Supported: one plain KV cache with flash attention, alone or beside a recurrent state.
 KVMEM_API int kvmem_context_init(
-        struct llama_model * model, const struct llama_context_params * params, uint32_t n_cells,
+        struct llama_model * model, const struct llama_context_params * params, uint32_t n_cells, uint32_t block_tokens,
         struct llama_context ** ctx, kvmem_memory ** memory);
 
 KVMEM_API uint32_t kvmem_n_cells (const kvmem_memory * memory);
@@ -97,10 +97,15 @@ KVMEM_API uint32_t kvmem_cells_used(const kvmem_memory * memory);
 
 // rows: a block payload is `layer 0 K | layer 0 V | layer 1 K | ...`, block_tokens rows each
 
-KVMEM_API size_t kvmem_payload_bytes(const kvmem_memory * memory, uint32_t block_tokens);
-KVMEM_API int kvmem_rows_get(kvmem_memory * memory, uint32_t block_tokens, const int32_t * slots, uint8_t * const * payloads, uint32_t n);
-KVMEM_API int kvmem_rows_set(kvmem_memory * memory, uint32_t block_tokens, const int32_t * slots, const uint8_t * const * payloads, uint32_t n);
-KVMEM_API int kvmem_rows_move(kvmem_memory * memory, uint32_t block_tokens, int32_t source, int32_t target);
+KVMEM_API size_t kvmem_payload_bytes(const kvmem_memory * memory);
+KVMEM_API int kvmem_rows_get (kvmem_memory * memory, const int32_t * slots, uint8_t * const * payloads, uint32_t n);
+KVMEM_API int kvmem_rows_set (kvmem_memory * memory, const int32_t * slots, const uint8_t * const * payloads, uint32_t n);
+KVMEM_API int kvmem_rows_move(kvmem_memory * memory, int32_t source, int32_t target);
+// How rows are copied: "generic" or "cuda"
+KVMEM_API const char * kvmem_transfer_name(const kvmem_memory * memory);
+// Host memory that rows are copied fast from and to (pinned beside a GPU); NULL if there is none left. Free it before the context.
+KVMEM_API uint8_t * kvmem_host_alloc(kvmem_memory * memory, size_t bytes);
+KVMEM_API void      kvmem_host_free (kvmem_memory * memory, uint8_t * data);
 
 // the query tap: Q as flash attention reads it (rotated), for chosen tokens of the next llama_decode calls
 

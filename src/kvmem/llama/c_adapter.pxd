@@ -56,7 +56,7 @@ cdef extern from "kvmem.h" nogil:
 
     const char *kvmem_last_error()
     int kvmem_context_init(llama_model *model, const llama_context_params *params, uint32_t n_cells,
-                           llama_context **ctx, kvmem_memory **memory)
+                           uint32_t block_tokens, llama_context **ctx, kvmem_memory **memory)
     uint32_t kvmem_n_cells(const kvmem_memory *memory)
     uint32_t kvmem_n_layers(const kvmem_memory *memory)
     int kvmem_layer_get(const kvmem_memory *memory, uint32_t i, kvmem_layer *layer)
@@ -69,12 +69,13 @@ cdef extern from "kvmem.h" nogil:
     int kvmem_cells_read(const kvmem_memory *memory, int32_t cell, int32_t *pos, uint32_t n)
     uint32_t kvmem_cells_used(const kvmem_memory *memory)
 
-    size_t kvmem_payload_bytes(const kvmem_memory *memory, uint32_t block_tokens)
-    int kvmem_rows_get(kvmem_memory *memory, uint32_t block_tokens, const int32_t *slots,
-                       uint8_t **payloads, uint32_t n)
-    int kvmem_rows_set(kvmem_memory *memory, uint32_t block_tokens, const int32_t *slots,
-                       const uint8_t **payloads, uint32_t n)
-    int kvmem_rows_move(kvmem_memory *memory, uint32_t block_tokens, int32_t source, int32_t target)
+    size_t kvmem_payload_bytes(const kvmem_memory *memory)
+    int kvmem_rows_get(kvmem_memory *memory, const int32_t *slots, uint8_t **payloads, uint32_t n)
+    int kvmem_rows_set(kvmem_memory *memory, const int32_t *slots, const uint8_t **payloads, uint32_t n)
+    int kvmem_rows_move(kvmem_memory *memory, int32_t source, int32_t target)
+    const char *kvmem_transfer_name(const kvmem_memory *memory)
+    uint8_t *kvmem_host_alloc(kvmem_memory *memory, size_t n_bytes)
+    void kvmem_host_free(kvmem_memory *memory, uint8_t *data)
 
     int kvmem_tap_begin(kvmem_memory *memory, const int32_t *layers, uint32_t n_layers, const int32_t *rows,
                         uint32_t n_rows, float *out)

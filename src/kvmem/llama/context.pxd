@@ -16,6 +16,7 @@ cdef class Context:
     cdef readonly int n_batch
     cdef readonly int n_ubatch
     cdef readonly int n_ctx
+    cdef readonly int block_tokens      # cells of a slot; 0 for a stock context
     cdef readonly int n_outputs         # rows of logits that the last decode left
     cdef CancelToken _cancel
     cdef object _interrupt

@@ -20,6 +20,7 @@ class Context:
     n_batch: int
     n_ubatch: int
     n_ctx: int
+    block_tokens: int
     n_outputs: int
     def __init__(
         self,
@@ -27,6 +28,7 @@ class Context:
         *,
         n_ctx: int,
         n_cells: int = 0,
+        block_tokens: int = 0,
         n_batch: int = 512,
         n_ubatch: int = 512,
         type_k: str = "f16",

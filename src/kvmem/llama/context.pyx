@@ -64,6 +64,7 @@ cdef class Context:
     Args:
         n_ctx: the logical workspace, in tokens.
         n_cells: cells of a bounded, placeable attention cache; 0 for a stock context of n_ctx cells.
+        block_tokens: cells of one slot, for n_cells.
         n_batch, n_ubatch: most tokens of one decode call, and of one graph.
         type_k, type_v: names in runtime.KV_TYPES.
         flash_attn: "on", "off" or "auto".
@@ -74,7 +75,7 @@ cdef class Context:
         CapacityError: the memory for it cannot be had.
     """
 
-    def __init__(self, Model model not None, *, int n_ctx, int n_cells=0, int n_batch=512, int n_ubatch=512,
+    def __init__(self, Model model not None, *, int n_ctx, int n_cells=0, int block_tokens=0, int n_batch=512, int n_ubatch=512,
                  str type_k="f16", str type_v="f16", str flash_attn="on", int n_threads=1, int n_threads_batch=1,
                  bint offload_kqv=True, int n_seq_max=1):
         cdef c.llama_context_params params
@@ -83,6 +84,7 @@ cdef class Context:
         if self._ptr != NULL:
             raise StateError("a Context is made once")
         self.model = model
+        self.block_tokens = block_tokens
         self._cancel = CancelToken()
         params = c.llama_context_default_params()
         params.n_ctx = n_ctx
@@ -100,7 +102,7 @@ cdef class Context:
                                   "auto": c.LLAMA_FLASH_ATTN_TYPE_AUTO}[flash_attn]
         with nogil:
             if n_cells:
-                status = a.kvmem_context_init(model_ptr, &params, n_cells, &self._ptr, &self._memory)
+                status = a.kvmem_context_init(model_ptr, &params, n_cells, block_tokens, &self._ptr, &self._memory)
             else:
                 self._ptr = c.llama_init_from_model(model_ptr, params)
         errors = log.drain()

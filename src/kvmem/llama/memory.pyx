@@ -1,0 +1,194 @@
+"""The device side of the working set, on llama.cpp's attention cache."""
+
+cimport cython
+import numpy as np
+
+from kvmem.errors import StateError, TransferError
+
+from kvmem.ids cimport CellId, SlotId
+from kvmem.kv.port cimport CellMeta, DevicePort
+from kvmem.llama cimport c_adapter as a
+from kvmem.llama.context cimport Context
+
+from kvmem.kv.layout import KvLayout, LayerLayout, RopeSpec
+from kvmem.llama import log
+
+__all__ = ["LlamaPort"]
+
+
+@cython.final
+cdef class LlamaPort(DevicePort):
+    """DevicePort over the bounded cache of ``context``; also reads Q while a query is decoded."""
+
+    cdef readonly Context context
+    cdef readonly object layout
+    cdef object _tap_out
+
+    def __init__(self, Context context not None):
+        cdef int block_tokens = context.block_tokens
+        cdef int n_slots = a.kvmem_n_cells(context.memory()) // block_tokens
+        assert sizeof(CellMeta) == sizeof(a.kvmem_cell_meta)
+        self.context = context
+        self.layout = _read_layout(context, block_tokens)
+        row_bytes = []
+        for layer in self.layout.layers:
+            row_bytes += [layer.k_row_bytes, layer.v_row_bytes]
+        self.set_shape(n_slots, block_tokens, tuple(row_bytes))
+
+    cdef int place(self, const CellId *cells, int n) except -1:
+        return _check(a.kvmem_cells_place(self.context.memory(), cells, n))
+
+    cdef int stage_out(self, const SlotId *slots, unsigned char **payloads, int n) except -1:
+        cdef a.kvmem_memory *memory = self.context.memory()
+        cdef int status
+        with nogil:
+            status = a.kvmem_rows_get(memory, slots, payloads, n)
+        return _check(status)
+
+    cdef int stage_in(self, const SlotId *slots, const unsigned char **payloads, int n) except -1:
+        cdef a.kvmem_memory *memory = self.context.memory()
+        cdef int status
+        with nogil:
+            status = a.kvmem_rows_set(memory, slots, payloads, n)
+        return _check(status)
+
+    cdef int move(self, SlotId source, SlotId target) except -1:
+        cdef a.kvmem_memory *memory = self.context.memory()
+        cdef int status
+        with nogil:
+            status = a.kvmem_rows_move(memory, source, target)
+        return _check(status)
+
+    cdef int publish(self, CellId cell, const CellMeta *meta, int n) except -1:
+        return _check(a.kvmem_cells_publish(self.context.memory(), cell, <const a.kvmem_cell_meta *>meta, n))
+
+    cdef int clear(self, CellId cell, int n) except -1:
+        return _check(a.kvmem_cells_clear(self.context.memory(), cell, n))
+
+    cdef int peek(self, CellId cell, CellMeta *meta) except -2:
+        cdef int pos = -1
+        _check(a.kvmem_cells_read(self.context.memory(), cell, &pos, 1))
+        if pos < 0:
+            return 0
+        meta.pos[0] = meta.pos[1] = meta.pos[2] = pos
+        meta.pos[3] = 0
+        meta.token = -1
+        meta.x = meta.y = 0
+        return 1
+
+    cdef unsigned char *slab_alloc(self, size_t n_bytes) except NULL:
+        cdef unsigned char *slab = a.kvmem_host_alloc(self.context.memory(), n_bytes)
+        if slab == NULL:
+            raise MemoryError(f"no {n_bytes} bytes of host memory")
+        return slab
+
+    cdef void slab_free(self, unsigned char *slab, size_t n_bytes) noexcept:
+        # the store holds this port, which holds the context: it is still open, or its owner broke the order of closing
+        if self.context._memory != NULL:
+            a.kvmem_host_free(self.context._memory, slab)
+
+    def begin_tap(self, const int[::1] layers not None, const int[::1] rows not None):
+        """Read Q of the tokens ``rows``, counted over all decode calls from here on, until end_tap.
+
+        layers: ascending indices into ``layout.layers``, all of one shape. rows: ascending.
+        """
+        cdef float[:, :, :, ::1] out
+        if layers.shape[0] == 0 or rows.shape[0] == 0:
+            raise ValueError("a query tap needs layers and rows")
+        for i in range(layers.shape[0]):
+            if not 0 <= layers[i] < len(self.layout.layers):
+                raise ValueError(f"no layer {layers[i]} among {len(self.layout.layers)}")
+        first = self.layout.layers[layers[0]]
+        self._tap_out = np.empty((layers.shape[0], rows.shape[0], first.n_head, first.head_dim_k), np.float32)
+        out = self._tap_out
+        _check(a.kvmem_tap_begin(self.context.memory(), &layers[0], layers.shape[0], &rows[0], rows.shape[0],
+                                 &out[0, 0, 0, 0]))
+
+    def end_tap(self):
+        """Stop reading and return f32 [n_layers, n_rows, n_head, head_dim], rotated as attention sees it.
+
+        Raises StateError if the rows were not all decoded.
+        """
+        status = a.kvmem_tap_end(self.context.memory())
+        out, self._tap_out = self._tap_out, None
+        if status != a.KVMEM_OK:
+            raise StateError(a.kvmem_last_error().decode("utf-8", "replace"))
+        return out
+
+    @property
+    def n_cells_used(self):
+        """Cells that hold a token, as llama.cpp counts them."""
+        return a.kvmem_cells_used(self.context.memory())
+
+    @property
+    def is_hybrid(self):
+        return a.kvmem_is_hybrid(self.context.memory()) != 0
+
+    @property
+    def transfer(self):
+        """How rows are copied: "generic" (ggml's tensor copies) or "cuda" (whole records and a scatter kernel)."""
+        return a.kvmem_transfer_name(self.context.memory()).decode()
+
+    def device_bytes(self):
+        """(bytes of the attention cache, bytes of the recurrent state) on the devices."""
+        cdef size_t attention = 0
+        cdef size_t recurrent = 0
+        a.kvmem_memory_bytes(self.context.memory(), &attention, &recurrent)
+        return attention, recurrent
+
+
+cdef int _check(int status) except -1:
+    if status != a.KVMEM_OK:
+        log.drain()
+        raise TransferError(a.kvmem_last_error().decode("utf-8", "replace"))
+    return 0
+
+
+cdef object _rope(const a.kvmem_rope *rope):
+    if rope.n_dims == 0:
+        return None
+    return RopeSpec(
+        n_dims=rope.n_dims,
+        mode=rope.mode,
+        n_ctx_orig=rope.n_ctx_orig,
+        freq_base=rope.freq_base,
+        freq_scale=rope.freq_scale,
+        ext_factor=rope.ext_factor,
+        attn_factor=rope.attn_factor,
+        beta_fast=rope.beta_fast,
+        beta_slow=rope.beta_slow,
+        sections=(rope.sections[0], rope.sections[1], rope.sections[2], rope.sections[3]),
+        offset=rope.offset,
+        freq_factors=tuple([rope.freq_factors[i] for i in range(rope.n_freq_factors)]) or None,
+    )
+
+
+cdef object _read_layout(Context context, int block_tokens):
+    """KvLayout of the context's cache, as the adapter found it in the graph."""
+    cdef a.kvmem_memory *memory = context.memory()
+    cdef a.kvmem_layer layer
+    layers = []
+    offset = 0
+    for i in range(a.kvmem_n_layers(memory)):
+        _check(a.kvmem_layer_get(memory, i, &layer))
+        k_bytes = block_tokens * layer.k_row_bytes
+        layers.append(LayerLayout(
+            il=layer.il,
+            n_head=layer.n_head,
+            n_head_kv=layer.n_head_kv,
+            head_dim_k=layer.head_dim_k,
+            head_dim_v=layer.head_dim_v,
+            type_k=layer.type_k,
+            type_v=layer.type_v,
+            k_offset=offset,
+            v_offset=offset + k_bytes,
+            k_row_bytes=layer.k_row_bytes,
+            v_row_bytes=layer.v_row_bytes,
+            dequantize=<size_t>layer.dequantize_k,
+            rope_k=_rope(&layer.rope_k),
+            rope_q=_rope(&layer.rope_q),
+            hadamard=layer.hadamard,
+            attn_scale=layer.kq_scale,
+        ))
+        offset += k_bytes + block_tokens * layer.v_row_bytes
+    return KvLayout(layers=tuple(layers), block_tokens=block_tokens, payload_bytes=offset)
