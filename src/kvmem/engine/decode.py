@@ -1,0 +1,64 @@
+"""The reply: one token after the other, until something ends it. The pool and the reserve never do."""
+
+from collections.abc import Generator
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmem.engine.events import Event, StopReason, TokenEvent
+from kvmem.engine.memory import Memory, TieredMemory
+from kvmem.engine.sampling import GenerateParams
+from kvmem.engine.stats import RequestStats
+from kvmem.llama.context import CancelToken
+from kvmem.llama.sampler import Sampler
+from kvmem.llama.vocab import Vocab
+
+__all__ = ["decode_reply"]
+
+
+def decode_reply(
+    memory: Memory,
+    vocab: Vocab,
+    sampler: Sampler,
+    prompt: NDArray[np.int32],
+    params: GenerateParams,
+    workspace_tokens: int,
+    stats: RequestStats,
+    cancel: CancelToken | None,
+) -> Generator[Event, None, StopReason]:
+    """Yield the reply's tokens and return why it ended. The last token is not decoded: no one has asked what follows.
+
+    Raises Cancelled; the tokens yielded before stand in the history, save the last.
+    """
+    times = stats.memory.times
+    for token in prompt:
+        sampler.accept(int(token), is_generated=False)
+    reply_from_block = 0
+    if isinstance(memory, TieredMemory):
+        reply_from_block = memory.n_blocks_of(len(prompt))
+    step = np.empty(1, np.int32)
+    while True:
+        if params.max_tokens is not None and stats.completion_tokens >= params.max_tokens:
+            return "length"
+        started = perf_counter()
+        token = sampler.sample(memory.context)
+        sampler.accept(token)
+        times.sample_s += perf_counter() - started
+        stats.completion_tokens += 1
+        ends = vocab.is_eog(token) or token in params.stop_tokens
+        yield TokenEvent(token, b"" if ends else vocab.piece(token, special=False))
+        if ends:
+            return "stop"
+        if memory.n_tokens + 1 >= workspace_tokens or stats.completion_tokens == params.max_tokens:
+            return "length"
+        started = perf_counter()
+        step[0] = token
+        if isinstance(memory, TieredMemory):
+            stats.memory.reply_blocks_evicted += memory.make_reply_room(reply_from_block)
+            memory.decode(step, cancel=cancel, reply=True)
+            if memory.n_tokens % memory.block_tokens == 0:
+                memory.seal()
+        else:
+            memory.decode(step, cancel=cancel)
+        times.decode_s += perf_counter() - started

@@ -1,0 +1,119 @@
+"""A model, its context and the memory: loaded once, used by one caller at a time."""
+
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from kvmem.config import EngineConfig, MemoryConfig, MemoryFacts, ModelConfig, PoolSizes
+from kvmem.engine.facts import memory_facts
+from kvmem.engine.memory import Memory, PlainMemory, TieredMemory
+from kvmem.engine.session import Session
+from kvmem.engine.turns import Turns
+from kvmem.errors import ConfigError, StateError
+from kvmem.llama.context import Context
+from kvmem.llama.model import Model
+from kvmem.llama.vocab import Vocab
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Loads a model and gives out sessions.
+
+    config: an EngineConfig, or the path of a GGUF file for all defaults.
+    progress: called with 0..1 while the model loads.
+
+    Raises:
+        ModelError, ConfigError, CapacityError: the model, a setting, or the memory for them cannot be had.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | str | os.PathLike[str],
+        *,
+        progress: Callable[[float], object] | None = None,
+    ) -> None:
+        if not isinstance(config, EngineConfig):
+            config = EngineConfig(model=ModelConfig(path=os.fspath(config)))  # type: ignore[arg-type]
+        self.config = config
+        self._turns = Turns()
+        self._session: Session | None = None
+        self._memory: Memory | None = None
+        self.model = Model(
+            config.model.path,
+            n_gpu_layers=config.model.n_gpu_layers,
+            use_mmap=config.model.use_mmap,
+            use_mlock=config.model.use_mlock,
+            progress=progress,
+        )
+        try:
+            self.vocab = Vocab(self.model)
+            self.facts: MemoryFacts = memory_facts(self.model, config)
+            self.sizes: PoolSizes = config.memory.resolve(self.facts)
+            self._memory = self._make_memory(config, config.memory)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_memory(self, config: EngineConfig, memory: MemoryConfig) -> Memory:
+        sizes = self.sizes
+        if memory.enabled and sizes.n_budget_blocks < 2:
+            raise ConfigError(
+                "budget_tokens",
+                sizes.budget_tokens,
+                f"at least two blocks of {sizes.block_tokens}: the one that is written and one to look back at",
+            )
+        context = Context(
+            self.model,
+            n_ctx=sizes.workspace_tokens,
+            n_cells=sizes.pool_tokens if memory.enabled else 0,
+            block_tokens=sizes.block_tokens if memory.enabled else 0,
+            n_batch=memory.batch_tokens,
+            n_ubatch=memory.ubatch,
+            type_k=memory.type_k,
+            type_v=memory.type_v,
+            # a tiered V must lie in rows, and only flash attention keeps it so
+            flash_attn="on" if memory.enabled and memory.flash_attn == "auto" else memory.flash_attn,
+            n_threads=config.model.threads,
+            n_threads_batch=config.model.threads_batch,
+        )
+        return TieredMemory(context, sizes, memory) if memory.enabled else PlainMemory(context)
+
+    @property
+    def memory(self) -> Memory:
+        if self._memory is None:
+            raise StateError("the engine is closed")
+        return self._memory
+
+    @property
+    def n_ctx(self) -> int:
+        """The workspace: tokens that one history may have."""
+        return self.sizes.workspace_tokens
+
+    def session(self) -> Session:
+        """A new, empty history. The engine holds one: the session before, if it is open, is closed."""
+        memory = self.memory
+        if self._session is not None:
+            self._session.close()
+        self._session = Session(memory, self.vocab, self.n_ctx, self._turns)
+        return self._session
+
+    def close(self) -> None:
+        """Free the context and the model. A second call does nothing; waits for a generation in another thread."""
+        with self._turns.take():
+            if self._memory is not None:
+                self._memory.close()
+                self._memory = None
+            self.model.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,96 @@
+"""What the sizes of the memory follow from: the model as it is loaded, and the machine as it is now."""
+
+from pathlib import Path
+
+from kvmem.config import EngineConfig, MemoryConfig, MemoryFacts
+from kvmem.kv.layout import KV_TYPES, KvLayout
+from kvmem.kv.scorers import UNCALIBRATED_SLICE_TOKENS
+from kvmem.llama import runtime
+from kvmem.llama.context import Context
+from kvmem.llama.memory import LlamaPort
+from kvmem.llama.model import Model
+
+__all__ = ["host_bytes_per_token", "memory_facts", "probe_layout"]
+
+# Per token beside the record's rows: CellMeta and the tables of tokens and positions, and the token index.
+TABLE_BYTES = 28 + 20 + 8
+
+PROBE_TOKENS = 16
+
+
+def probe_layout(model: Model, memory: MemoryConfig) -> KvLayout:
+    """The layout of the cache, read from the graph of a throw-away context of one block."""
+    with Context(
+        model,
+        n_ctx=memory.block_tokens,
+        n_cells=memory.block_tokens,
+        block_tokens=memory.block_tokens,
+        n_batch=PROBE_TOKENS,
+        n_ubatch=PROBE_TOKENS,
+        type_k=memory.type_k,
+        type_v=memory.type_v,
+        flash_attn="off" if memory.flash_attn == "off" else "on",
+    ) as context:
+        layout: KvLayout = LlamaPort(context).layout
+        return layout
+
+
+def host_bytes_per_token(layout: KvLayout) -> int:
+    """Record, summaries and tables of one token, as the default (uncalibrated) scorer needs them."""
+    summaries = sum(
+        layer.n_head_kv * (layer.head_dim_k + 2) / UNCALIBRATED_SLICE_TOKENS for layer in layout.layers
+    )
+    return int(layout.payload_bytes / layout.block_tokens + summaries + TABLE_BYTES)
+
+
+def memory_facts(model: Model, config: EngineConfig) -> MemoryFacts:
+    """Facts for MemoryConfig.resolve. The model is loaded, so its weights are not in the free memory any more.
+
+    Raises ModelError if the architecture's cache cannot be tiered.
+    """
+    memory = config.memory
+    if memory.enabled:
+        layout = probe_layout(model, memory)
+        kv_bytes = layout.payload_bytes // layout.block_tokens
+        host_bytes = host_bytes_per_token(layout)
+    else:
+        kv_bytes = host_bytes = _estimate_kv_bytes(model, memory)
+    machine_free, machine_total = _host_memory()
+    gpus = [device for device in runtime.devices() if device[2] == "gpu"]
+    on_gpu = bool(gpus) and config.model.n_gpu_layers != 0
+    return MemoryFacts(
+        trained_tokens=model.n_ctx_train,
+        kv_bytes_per_token=kv_bytes,
+        host_bytes_per_token=host_bytes,
+        free_device_bytes=sum(gpu[3] for gpu in gpus) if on_gpu else machine_free,
+        device_bytes=sum(gpu[4] for gpu in gpus) if on_gpu else machine_total,
+        free_host_bytes=machine_free,
+        host_bytes=machine_total,
+        shared=not on_gpu,
+    )
+
+
+def _estimate_kv_bytes(model: Model, memory: MemoryConfig) -> int:
+    """Upper bound for plain llama.cpp, from the header: every layer with attention, all heads of one size."""
+    head_dim = model.n_embd // max(1, model.n_head)
+    values = model.n_layer * model.n_head_kv * head_dim
+    sizes = {kind.name: kind.n_bytes / kind.block for kind in KV_TYPES.values()}
+    return max(1, int(values * (sizes[memory.type_k] + sizes[memory.type_v])))
+
+
+def _host_memory() -> tuple[int, int]:
+    """(available, total) bytes of RAM; in a container with a limit, of that."""
+    fields = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        fields[name] = int(value.split()[0]) * 1024
+    available, total = fields["MemAvailable"], fields["MemTotal"]
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except OSError:
+        return available, total
+    if limit != "max":
+        total = min(total, int(limit))
+        available = min(available, max(0, int(limit) - used))
+    return available, total

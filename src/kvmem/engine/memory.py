@@ -1,0 +1,251 @@
+"""The memory of one history: what the engine does to tokens, in terms of blocks.
+
+TieredMemory keeps a bounded working set on the device and everything on the host; PlainMemory is stock llama.cpp.
+"""
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmem.config import MemoryConfig, PoolSizes
+from kvmem.kv.budget import HostBudget
+from kvmem.kv.lexical import LexicalIndex
+from kvmem.kv.scorers import UNCALIBRATED_SLICE_TOKENS
+from kvmem.kv.summary import KeySummaries
+from kvmem.kv.summary_worker import SummaryWorker
+from kvmem.kv.working_set import WorkingSet
+from kvmem.llama.context import CancelToken, Context
+from kvmem.llama.memory import LlamaPort
+
+__all__ = ["Memory", "Outputs", "PlainMemory", "TieredMemory", "text_positions"]
+
+I32 = NDArray[np.int32]
+Outputs = Literal["last", "all", "none"] | Sequence[int]
+
+
+def text_positions(start: int, stop: int) -> I32:
+    """Positions of text tokens: int32 [n, 4], as llama.cpp expands them for M-RoPE (t, y, x equal, the fourth 0)."""
+    pos = np.zeros((stop - start, 4), np.int32)
+    pos[:, :3] = np.arange(start, stop, dtype=np.int32)[:, None]
+    return pos
+
+
+class PlainMemory:
+    """Stock llama.cpp: one cache of workspace size, no blocks."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._tokens = np.empty(context.n_ctx, np.int32)
+        self.n_tokens = 0
+
+    @property
+    def tokens(self) -> I32:
+        return self._tokens[: self.n_tokens]
+
+    def decode(
+        self, tokens: I32, *, outputs: Outputs = "last", cancel: CancelToken | None = None
+    ) -> None:
+        """Run one batch. After an error the history is as before."""
+        start, stop = self.n_tokens, self.n_tokens + len(tokens)
+        try:
+            self.context.decode(
+                tokens, np.arange(start, stop, dtype=np.int32), outputs=outputs, cancel=cancel
+            )
+        except BaseException:
+            self.truncate(start)
+            raise
+        self._tokens[start:stop] = tokens
+        self.n_tokens = stop
+
+    def truncate(self, n_tokens: int) -> None:
+        """Forget the tokens from n_tokens on; a recurrent state that cannot be rewound forgets everything."""
+        if self.context.seq_pos_max(0) >= n_tokens and not self.context.seq_rm(0, n_tokens, -1):
+            self.context.clear()
+            n_tokens = 0
+        self.n_tokens = min(self.n_tokens, n_tokens)
+
+    def close(self) -> None:
+        self.context.close()
+
+
+class TieredMemory:
+    """A working set over llama.cpp's cells, with what is needed to score every block of the history."""
+
+    def __init__(self, context: Context, sizes: PoolSizes, config: MemoryConfig) -> None:
+        self.context = context
+        self.port = LlamaPort(context)
+        self.layout = self.port.layout
+        self.sizes = sizes
+        self.scorer = config.scorer
+        self.block_tokens = sizes.block_tokens
+        self.budget_blocks = sizes.n_budget_blocks
+        # a chunk sees the window as it was when it began: a quarter leaves three quarters to look back at
+        quarter = self.budget_blocks // 4 * self.block_tokens
+        self.chunk_tokens = max(self.block_tokens, min(config.batch_tokens, quarter))
+        self.host = HostBudget(sizes.host_limit_bytes)
+        self.working_set = WorkingSet(
+            self.port,
+            block_tokens=self.block_tokens,
+            budget_blocks=sizes.n_budget_blocks,
+            reserve_blocks=sizes.n_reserve_blocks,
+            slack_blocks=0,
+            budget=self.host,
+            ordered=config.ordered,
+        )
+        self.summaries = KeySummaries(
+            self.layout, self.layout.pairs(), UNCALIBRATED_SLICE_TOKENS, self.host
+        )
+        self.worker = SummaryWorker(self.summaries)
+        self.lexical = LexicalIndex(self.block_tokens, budget=self.host)
+        self.store_s = 0.0
+
+    @property
+    def n_tokens(self) -> int:
+        return self.working_set.n_tokens
+
+    @property
+    def tokens(self) -> I32:
+        return self.working_set.tokens
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether any suffix can be forgotten; a recurrent state holds every token it has seen."""
+        return not self.port.is_hybrid
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the attention cache: the same at any length of the history."""
+        return self.port.device_bytes()[0]
+
+    def n_blocks_of(self, n_tokens: int) -> int:
+        return -(-n_tokens // self.block_tokens)
+
+    def decode(
+        self,
+        tokens: I32,
+        *,
+        outputs: Outputs = "last",
+        cancel: CancelToken | None = None,
+        reply: bool = False,
+    ) -> None:
+        """Run one batch and append it. After an error the history is as before (a hybrid: see `truncate`)."""
+        ws = self.working_set
+        start = ws.n_tokens
+        ws.prepare(len(tokens), reply=reply)
+        pos = text_positions(start, start + len(tokens))
+        try:
+            self.context.decode(
+                tokens, np.ascontiguousarray(pos[:, 0]), outputs=outputs, cancel=cancel
+            )
+        except BaseException:
+            ws.rollback()
+            if not self.can_rewind:
+                self.clear()
+            raise
+        ws.commit(tokens, pos)
+
+    def read(
+        self,
+        tokens: I32,
+        *,
+        outputs: Outputs = "last",
+        cancel: CancelToken | None = None,
+        on_chunk: Callable[[int], None] | None = None,
+        seal: bool = True,
+    ) -> None:
+        """Append any number of tokens in chunks; the oldest blocks behind the sink leave when the budget is full.
+
+        outputs holds for the last chunk. seal: store completed blocks as they fill.
+        """
+        done = 0
+        while done < len(tokens):
+            n = min(self.chunk_tokens, len(tokens) - done)
+            if n < len(tokens) - done:  # end at a border, so that the chunk leaves no open block behind
+                n -= (self.n_tokens + n) % self.block_tokens
+            self.make_room(n)
+            last = done + n == len(tokens)
+            self.decode(tokens[done : done + n], outputs=outputs if last else "none", cancel=cancel)
+            if seal:
+                self.seal()
+            done += n
+            if on_chunk is not None:
+                on_chunk(n)
+
+    def make_room(self, n_tokens: int) -> None:
+        """Let the oldest blocks behind the sink leave until n_tokens fit in the budget."""
+        ws = self.working_set
+        if ws.room() >= n_tokens:
+            return
+        n_new = self.n_blocks_of(ws.n_tokens + n_tokens) - ws.n_blocks
+        n_keep = self.budget_blocks - n_new
+        resident = ws.resident()
+        sink = resident[resident < self.sizes.n_sink_blocks]
+        rest = resident[resident >= self.sizes.n_sink_blocks]
+        kept = np.concatenate([sink, rest[-max(1, n_keep - len(sink)) :]])[-n_keep:]
+        self.seal()
+        ws.apply(kept)
+
+    def make_reply_room(self, reply_from_block: int) -> int:
+        """Let the oldest finished blocks of the reply leave for its next token; returns how many left."""
+        ws = self.working_set
+        if ws.room(reply=True) >= 1:
+            return 0
+        self.seal()
+        own = range(reply_from_block, ws.n_blocks - 1)
+        # a reserve of one block holds no finished block of the reply: then the oldest of the history behind the sink
+        first = reply_from_block if any(ws.is_resident(b) for b in own) else self.sizes.n_sink_blocks
+        return ws.make_room(1, reply_from_block=first)
+
+    def seal(self) -> None:
+        """Store the completed blocks, and queue what scores them."""
+        started = perf_counter()
+        ws = self.working_set
+        ws.seal()
+        for block in range(self.lexical.n_blocks, ws.n_sealed):
+            start, stop = block * self.block_tokens, (block + 1) * self.block_tokens
+            self.worker.add(block, ws.record_address(block), ws.pos[start:stop])
+            self.lexical.add(block, ws.tokens[start:stop])
+        self.store_s += perf_counter() - started
+
+    def truncate(self, n_tokens: int) -> None:
+        """Forget the tokens from n_tokens on; a hybrid, whose state cannot be rewound, forgets everything."""
+        if n_tokens >= self.n_tokens:
+            return
+        if not self.can_rewind:
+            self.clear()
+            return
+        self._forget_scores(n_tokens // self.block_tokens)
+        self.working_set.truncate(n_tokens)
+
+    def clear(self) -> None:
+        """Forget the whole history."""
+        self._forget_scores(0)
+        self.working_set.clear()
+        self.context.clear()
+
+    def _forget_scores(self, n_blocks: int) -> None:
+        # the worker reads host records, so it is done before the store lets them go
+        self.worker.truncate(n_blocks)
+        self.lexical.truncate(n_blocks)
+
+    def check(self) -> None:
+        """State every invariant; AssertionError names the broken one."""
+        self.worker.flush()
+        self.working_set.check()
+        assert self.lexical.n_blocks == self.summaries.n_blocks <= self.working_set.n_sealed
+        assert self.port.n_cells_used == self.working_set.n_cells_used
+        assert self.host.used <= self.host.limit
+
+    def close(self) -> None:
+        """Free everything. A second call does nothing."""
+        if self.context.is_closed:
+            return
+        self.worker.close()
+        del self.working_set  # its host slabs belong to the context's device
+        self.context.close()
+
+
+Memory = PlainMemory | TieredMemory

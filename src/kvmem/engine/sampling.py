@@ -1,0 +1,64 @@
+"""How tokens are chosen, and when a reply ends."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from kvmem.errors import RequestError
+
+__all__ = ["GenerateParams", "SamplingParams"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling settings; a None field takes llama.cpp's default.
+
+    temperature: 0 is greedy. extra: further fields of llama.sampler.Sampler, by its names.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    ignore_eos: bool = False
+    extra: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+
+    def as_dict(self) -> dict[str, object]:
+        """The fields that are set, as llama.sampler.Sampler takes them."""
+        named = {
+            name: value
+            for name in (
+                "temperature",
+                "top_k",
+                "top_p",
+                "min_p",
+                "repeat_penalty",
+                "presence_penalty",
+                "frequency_penalty",
+                "seed",
+            )
+            if (value := getattr(self, name)) is not None
+        }
+        if self.ignore_eos:
+            named["ignore_eos"] = True
+        return {**named, **self.extra}
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateParams:
+    """max_tokens: None for what the workspace holds. stop_tokens: end the reply like an end token does."""
+
+    sampling: SamplingParams = GREEDY
+    max_tokens: int | None = None
+    stop_tokens: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise RequestError(f"max_tokens is {self.max_tokens}, but must be at least 0")

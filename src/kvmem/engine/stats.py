@@ -1,0 +1,87 @@
+"""What a request did, for the reply, the log and the benches."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Decision", "MemoryReport", "PhaseTimes", "RequestStats"]
+
+# How the working set of a request was found; docs/memory.md says when each one happens.
+Decision = Literal[
+    "off",  # plain llama.cpp
+    "all_resident",  # the whole history fits in the budget: nothing to choose
+    "cached_query",  # chosen before the new tokens were read, by the question that they belong to
+    "unchanged_selection",  # the first pass had seen what was then chosen
+    "query_replay",  # the query was decoded again over the chosen blocks
+    "first_pass",  # a recurrent state cannot be rewound: chosen for the reply, the query is not decoded again
+    "recency",  # no query could be found: the newest blocks
+]
+
+
+@dataclass(slots=True, kw_only=True)
+class PhaseTimes:
+    """Seconds of each phase; they add up to the time of the request, `other_s` being the rest."""
+
+    read_s: float = 0.0  # decoding of new prompt tokens, once each
+    query_s: float = 0.0  # the first pass over the query, while Q is read
+    score_s: float = 0.0  # waiting for summaries, scoring, choosing
+    move_s: float = 0.0  # copies between host and device for the selection
+    replay_s: float = 0.0  # the query's second pass
+    store_s: float = 0.0  # copies of completed blocks to the host
+    decode_s: float = 0.0  # reply tokens
+    sample_s: float = 0.0
+    other_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class MemoryReport:
+    """What the memory did for one request."""
+
+    decision: Decision = "off"
+    reason: str = ""
+    scorer: str = ""
+    blocks: list[int] = field(default_factory=list)  # visible to the reply's first token, ascending
+    n_blocks: int = 0  # of the history at that time
+    reused_tokens: int = 0
+    read_tokens: int = 0
+    replayed_tokens: int = 0
+    blocks_in: int = 0
+    blocks_out: int = 0
+    blocks_kept: int = 0
+    blocks_moved: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    reply_blocks_evicted: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+    times: PhaseTimes = field(default_factory=PhaseTimes)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestStats:
+    """Counts and times of one request.
+
+    prompt_tokens: the whole prompt. cached_tokens: those of it that were not read again.
+    prompt_s: from the start to the first sampled token, replay and retrieval included.
+    decode_s: from there to the end.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_s: float = 0.0
+    decode_s: float = 0.0
+    memory: MemoryReport = field(default_factory=MemoryReport)
+
+    @property
+    def prompt_per_s(self) -> float:
+        """Prompt tokens read per second."""
+        read = self.prompt_tokens - self.cached_tokens
+        return read / self.prompt_s if self.prompt_s > 0 else 0.0
+
+    @property
+    def decode_per_s(self) -> float:
+        """Reply tokens per second after the first."""
+        return (self.completion_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
