@@ -1,0 +1,6 @@
+cdef class HostBudget:
+    cdef readonly size_t limit
+    cdef readonly size_t used
+
+    cdef int take(self, size_t n_bytes, str what) except -1
+    cdef void give_back(self, size_t n_bytes) noexcept

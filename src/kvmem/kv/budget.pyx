@@ -1,0 +1,50 @@
+"""The one limit on host memory."""
+
+cimport cython
+
+from kvmem.errors import CapacityError
+
+__all__ = ["HostBudget"]
+
+
+@cython.final
+cdef class HostBudget:
+    """Counts the bytes of host records, token tables, summaries and checkpoints against one limit.
+
+    It allocates nothing: whoever allocates charges first and releases after freeing. Calls are
+    atomic (they keep the GIL), so several threads may share one budget.
+
+    Args:
+        limit: bytes that are never passed.
+    """
+
+    def __cinit__(self, size_t limit):
+        if limit == 0:
+            raise ValueError("limit is 0, but must be at least 1 byte")
+        self.limit = limit
+
+    def charge(self, size_t n_bytes, str what="a charge"):
+        """Take bytes for `what`, or raise CapacityError and take nothing."""
+        self.take(n_bytes, what)
+
+    def release(self, size_t n_bytes):
+        """Give back bytes that were charged."""
+        if n_bytes > self.used:
+            raise ValueError(f"{n_bytes} bytes are more than the {self.used} in use")
+        self.give_back(n_bytes)
+
+    @property
+    def free(self):
+        """Bytes that can still be charged."""
+        return self.limit - self.used
+
+    cdef int take(self, size_t n_bytes, str what) except -1:
+        if n_bytes > self.limit - self.used:
+            raise CapacityError(
+                f"{what} needs {n_bytes} bytes of host memory, but {self.used} of the limit of "
+                f"{self.limit} are in use; raise the host limit or shorten the history")
+        self.used += n_bytes
+        return 0
+
+    cdef void give_back(self, size_t n_bytes) noexcept:
+        self.used -= n_bytes

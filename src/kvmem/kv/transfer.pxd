@@ -1,0 +1,32 @@
+from kvmem.ids cimport BlockId, SlotId
+from kvmem.kv.block cimport BlockTable
+from kvmem.kv.port cimport CellMeta, DevicePort
+from kvmem.kv.residency cimport Residency
+from kvmem.kv.store cimport HostStore
+
+
+cdef class Stager:
+    cdef readonly long long n_sealed     # blocks copied to the host, since the start
+    cdef readonly long long n_in         # blocks staged in
+    cdef readonly long long n_out        # blocks that left the device
+    cdef readonly long long n_kept
+    cdef readonly long long n_moved
+    cdef DevicePort _port
+    cdef HostStore _store
+    cdef Residency _residency
+    cdef BlockTable _table
+    cdef list _fresh                     # sealed and not yet reported, see take_fresh
+    # one entry per slot: no call needs more
+    cdef SlotId *_slots
+    cdef unsigned char **_records
+    cdef unsigned char **_payloads
+    cdef CellMeta *_meta                 # one block
+
+    cdef bint has_copy(self, BlockId block) noexcept nogil
+    cdef int seal(self, const BlockId *blocks, int n) except -1
+    cdef int evict(self, const BlockId *blocks, int n) except -1
+    cdef int move(self, BlockId block, SlotId target) except -1
+    cdef int stage_in(self, const BlockId *blocks, const SlotId *slots, int n) except -1
+    cdef unsigned char *_copy_of(self, BlockId block) except NULL
+    cdef list take_fresh(self)
+    cdef int forget_fresh(self, BlockId first) except -1

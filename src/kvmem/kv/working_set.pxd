@@ -1,0 +1,32 @@
+from kvmem.ids cimport BlockId, CellId
+from kvmem.kv.block cimport BlockTable
+from kvmem.kv.budget cimport HostBudget
+from kvmem.kv.port cimport DevicePort
+from kvmem.kv.residency cimport Residency
+from kvmem.kv.store cimport HostStore
+from kvmem.kv.transfer cimport Stager
+
+
+cdef class WorkingSet:
+    cdef readonly int block_tokens
+    cdef readonly size_t payload_bytes    # K and V of one block
+    cdef readonly bint ordered
+    cdef readonly int n_pending           # tokens that are prepared, neither committed nor rolled back
+    cdef DevicePort _port
+    cdef HostBudget _budget
+    cdef BlockTable _table
+    cdef Residency _residency
+    cdef HostStore _store
+    cdef Stager _stager
+    cdef long long _clock                 # counts selections
+    cdef object _cells_array
+    cdef CellId[::1] _cells               # of the pending tokens; [n_slots * block_tokens]
+    cdef BlockId[::1] _blocks             # scratch; [n_slots]
+
+    cdef int _require_idle(self) except -1
+    cdef int _require_block(self, int block) except -1
+    cdef int _n_new_blocks(self, int n_tokens) noexcept nogil
+    cdef int _discard(self, int n_accepted) except -1
+    cdef int _open_rest(self) noexcept nogil
+    cdef int _stage_in_last(self, BlockId last) except -1
+    cdef BlockId _least_recent(self, BlockId last) noexcept nogil

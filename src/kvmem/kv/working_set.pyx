@@ -1,0 +1,539 @@
+"""The facade of the memory: one history, its device slots and its host records."""
+
+cimport cython
+
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+from kvmem.errors import CapacityError, ConfigError, StateError
+from kvmem.kv.check import check_memory
+from kvmem.kv.place import place
+from kvmem.kv.transfer import Transfer
+
+__all__ = ["Counters", "WorkingSet"]
+
+
+class Counters(NamedTuple):
+    """Totals since the working set was made; clear() and truncate() do not reset them.
+
+    bytes_out are copies to the host (blocks_sealed of them); blocks_out left the device.
+    blocks_kept is summed over apply() calls.
+    """
+
+    bytes_in: int
+    bytes_out: int
+    blocks_in: int
+    blocks_out: int
+    blocks_kept: int
+    blocks_moved: int
+    blocks_sealed: int
+
+
+@cython.final
+cdef class WorkingSet:
+    """The blocks whose cells attention sees, and the host copies of all the others.
+
+    Blocks count against a region, wherever they sit: prefill may fill the budget, a reply the
+    reserve too, and only drafts the slack. The block of the last token is always resident.
+
+    Any method may raise StateError while tokens are prepared, save commit, rollback and clear.
+    After TransferError or CapacityError every block is resident and right, or absent with a valid
+    host copy, and the history is what it was. docs/memory.md states every invariant.
+
+    Args:
+        port: the device; it outlives the working set.
+        block_tokens: tokens of a block, as the port has it.
+        budget_blocks: blocks of history.
+        reserve_blocks: blocks kept free for one reply.
+        slack_blocks: blocks for drafts alone.
+        budget: the host limit, shared with summaries and checkpoints.
+        ordered: apply() puts blocks in position order, for comparisons bit by bit.
+
+    Raises:
+        ConfigError: a size breaks a rule.
+    """
+
+    def __cinit__(self, DevicePort port not None, *, int block_tokens, int budget_blocks,
+                  int reserve_blocks, int slack_blocks=1, HostBudget budget not None,
+                  bint ordered=False):
+        if block_tokens != port.block_tokens:
+            raise ConfigError("block_tokens", block_tokens, f"the device's, {port.block_tokens}")
+        if budget_blocks < 1:
+            raise ConfigError("budget_blocks", budget_blocks, "at least 1")
+        if reserve_blocks < 1:
+            raise ConfigError("reserve_blocks", reserve_blocks, "at least 1")
+        if slack_blocks < (1 if ordered else 0):
+            raise ConfigError("slack_blocks", slack_blocks,
+                              "at least 1 with ordered placement, else at least 0")
+        n_slots = budget_blocks + reserve_blocks + slack_blocks
+        if n_slots > port.n_slots:
+            raise ConfigError("budget_blocks + reserve_blocks + slack_blocks", n_slots,
+                              f"at most the device's {port.n_slots} slots")
+        self.block_tokens = block_tokens
+        self.payload_bytes = port.payload_bytes
+        self.ordered = ordered
+        self._port = port
+        self._budget = budget
+        self._table = BlockTable(block_tokens, budget)
+        self._residency = Residency(budget_blocks, reserve_blocks, slack_blocks)
+        self._store = HostStore(port, budget)
+        self._stager = Stager(port, self._store, self._residency, self._table)
+        cells = np.zeros(n_slots * block_tokens, dtype=np.int32)
+        self._cells = cells
+        self._cells_array = cells.view()
+        self._cells_array.flags.writeable = False
+        self._blocks = np.zeros(n_slots, dtype=np.int32)
+
+    # questions
+
+    @property
+    def n_tokens(self):
+        """Tokens of the history."""
+        return self._table.n_tokens
+
+    @property
+    def n_blocks(self):
+        """Blocks of the history; the last may be open."""
+        return self._table.n_blocks
+
+    @property
+    def n_sealed(self):
+        """Blocks that have a valid host copy."""
+        return self._store.n_records
+
+    @property
+    def n_slots(self):
+        """Slots of budget, reserve and slack."""
+        return self._residency.n_slots
+
+    @property
+    def tokens(self):
+        """int32 [n_tokens], read-only, no copy."""
+        return self._table.tokens()
+
+    @property
+    def pos(self):
+        """int32 [n_tokens, 4], read-only, no copy."""
+        return self._table.pos()
+
+    @property
+    def n_cells_used(self):
+        """Cells that hold a token of the history."""
+        cdef int slot, n = 0
+        for slot in range(self._residency.n_slots):
+            if self._residency.block_at(slot) != -1:
+                n += self._table.fill(self._residency.block_at(slot))
+        return n
+
+    @property
+    def highest_used_cell(self):
+        """The highest cell that holds a token, -1 for none; attention's cost follows it."""
+        cdef int slot = self._residency.highest_used(), fill
+        while slot >= 0:
+            if self._residency.block_at(slot) != -1:
+                fill = self._table.fill(self._residency.block_at(slot))
+                if fill:
+                    return slot * self.block_tokens + fill - 1
+            slot -= 1
+        return -1
+
+    @property
+    def host_bytes(self):
+        """Bytes that records and tables take of the host limit."""
+        return self._store.n_bytes + self._table.n_bytes
+
+    @property
+    def counters(self):
+        """Counters, the totals of all transfers."""
+        return Counters(
+            bytes_in=self._stager.n_in * self.payload_bytes,
+            bytes_out=self._stager.n_sealed * self.payload_bytes,
+            blocks_in=self._stager.n_in,
+            blocks_out=self._stager.n_out,
+            blocks_kept=self._stager.n_kept,
+            blocks_moved=self._stager.n_moved,
+            blocks_sealed=self._stager.n_sealed,
+        )
+
+    def room(self, bint reply=False):
+        """Tokens that fit now without anything leaving: the rest of the open block and free blocks.
+
+        Prefill (the default) may use what is free of the budget, a reply the reserve as well.
+        """
+        self._require_idle()
+        return self._open_rest() + self._residency.n_free(reply, False) * self.block_tokens
+
+    def resident(self):
+        """The resident blocks: int32 [n], ascending."""
+        held = self._residency.blocks()
+        return np.sort(held[(held != -1) & (held < self._table.n_blocks)])
+
+    def is_resident(self, int block):
+        """Whether attention sees the block."""
+        self._require_block(block)
+        return self._residency.slot_of(block) != -1
+
+    def slot_of(self, int block):
+        """The block's slot, -1 if it is not resident."""
+        self._require_block(block)
+        return self._residency.slot_of(block)
+
+    def has_copy(self, int block):
+        """Whether the host holds exactly this block's content."""
+        self._require_block(block)
+        return self._stager.has_copy(block)
+
+    def record_address(self, int block):
+        """Address of the payload (payload_bytes long) of the block's host copy.
+
+        It is valid until truncate() or clear() drops the block: whoever reads it on another thread
+        must be done by then. Raises StateError if there is no copy.
+        """
+        cdef unsigned char *record
+        self._require_block(block)
+        record = self._store.find(block, self._table.version(block))
+        if record == NULL:
+            raise StateError(f"block {block} has no host copy")
+        return <size_t>self._store.payload(record)
+
+    def read(self, int block):
+        """The rows of the block's tokens as bytes: per tensor, as in a payload, fill rows each.
+
+        From the device if the block is resident, else from its host copy.
+        """
+        cdef unsigned char[::1] scratch
+        cdef unsigned char *payload
+        cdef int slot
+        self._require_idle()
+        self._require_block(block)
+        slot = self._residency.slot_of(block)
+        if slot == -1:
+            payload = self._store.payload(self._stager._copy_of(block))
+        else:
+            scratch = np.empty(self.payload_bytes, dtype=np.uint8)
+            payload = &scratch[0]
+            self._port.stage_out(&slot, &payload, 1)
+        cdef Py_ssize_t fill = self._table.fill(block)
+        rows = []
+        for n_bytes in self._port.row_bytes:
+            rows.append((<const char *>payload)[:fill * <Py_ssize_t>n_bytes])
+            payload += self.block_tokens * <Py_ssize_t>n_bytes
+        return b"".join(rows)
+
+    # a decode call
+
+    def prepare(self, int n_tokens, *, bint reply=False, int drafts=0):
+        """Find cells for the next n_tokens and tell the device. commit() or rollback() must follow.
+
+        The last `drafts` of them may use the slack; they may not change what else happens, so only
+        a reply has them.
+
+        Returns:
+            int32 [n_tokens] cells, read-only, valid until the next prepare().
+
+        Raises:
+            CapacityError: no room for them; nothing changed.
+        """
+        cdef int n_firm, n_all, n_free, i, index
+        cdef BlockId block
+        self._require_idle()
+        if n_tokens < 1:
+            raise ValueError(f"n_tokens is {n_tokens}, but must be at least 1")
+        if not 0 <= drafts <= n_tokens or (drafts and not reply):
+            raise ValueError(f"{drafts} drafts in {n_tokens} tokens of a "
+                             + ("reply" if reply else "prompt"))
+        n_firm = self._n_new_blocks(n_tokens - drafts)
+        n_all = self._n_new_blocks(n_tokens)
+        n_free = self._residency.n_free(reply, False)
+        if n_firm > n_free or (n_all > n_free and n_all > self._residency.n_free(reply, True)):
+            raise CapacityError(
+                f"{n_tokens} tokens ({drafts} drafts) do not fit: the open block takes "
+                f"{self._open_rest()} and {n_free} blocks of {self.block_tokens} are free for "
+                f"{'a reply' if reply else 'prefill'}; evict blocks first or decode fewer tokens")
+        self._table.grow(self._table.n_tokens + n_tokens)
+        self._residency.know(self._table.n_blocks + n_all)
+        for block in range(self._table.n_blocks, self._table.n_blocks + n_all):
+            self._residency.assign(block, self._residency.lowest_free())
+        for i in range(n_tokens):
+            index = self._table.n_tokens + i
+            self._cells[i] = (self._residency.slot_of(index // self.block_tokens)
+                              * self.block_tokens + index % self.block_tokens)
+        self.n_pending = n_tokens
+        try:
+            self._port.place(&self._cells[0], n_tokens)
+        except BaseException:
+            self._discard(0)
+            raise
+        return self._cells_array[:n_tokens]
+
+    def commit(self, const int[::1] tokens not None, const int[:, ::1] pos not None):
+        """Accept the first len(tokens) prepared tokens, and clear the cells of the others.
+
+        tokens: int32 [n]; pos: int32 [n, 4].
+        """
+        cdef int n = <int>tokens.shape[0]
+        if self.n_pending == 0:
+            raise StateError("commit without prepare")
+        if n > self.n_pending:
+            raise ValueError(f"{n} tokens, but {self.n_pending} are prepared")
+        if pos.shape[0] != n or pos.shape[1] != 4:
+            raise ValueError(f"pos has shape ({pos.shape[0]}, {pos.shape[1]}), not ({n}, 4)")
+        if n:
+            self._table.append(&tokens[0], &pos[0, 0], n, self._clock)
+        self._discard(n)
+
+    def rollback(self):
+        """Accept none of the prepared tokens, as after a failed decode."""
+        if self.n_pending == 0:
+            raise StateError("rollback without prepare")
+        self._discard(0)
+
+    # tiers
+
+    def seal(self):
+        """Copy every complete block without a host copy to the host.
+
+        Returns:
+            the blocks that were copied since the last call, also by evict(), apply(), make_room()
+            and truncate(), as a list.
+
+        Raises:
+            CapacityError: the host limit is reached; none of them is copied.
+        """
+        cdef int slot, n = 0
+        cdef BlockId block
+        self._require_idle()
+        for slot in range(self._residency.n_slots):
+            block = self._residency.block_at(slot)
+            if block != -1 and self._table.is_complete(block) and not self._stager.has_copy(block):
+                self._blocks[n] = block
+                n += 1
+        if n > 1:
+            np.asarray(self._blocks)[:n].sort()
+        if n:
+            self._stager.seal(&self._blocks[0], n)
+        return self._stager.take_fresh()
+
+    def evict(self, blocks):
+        """Free the slots of these blocks; those without a host copy are sealed first.
+
+        Blocks that are not resident are passed over. Returns how many left.
+
+        Raises:
+            StateError: the open block or the last token's block is among them; nothing changed.
+        """
+        cdef BlockId block
+        cdef int n = 0
+        self._require_idle()
+        for block in sorted({int(b) for b in blocks}):
+            self._require_block(block)
+            if block == self._table.n_blocks - 1:
+                raise StateError(f"block {block} holds the last token, so it stays")
+            if self._residency.slot_of(block) != -1:
+                self._blocks[n] = block
+                n += 1
+        if n:
+            self._stager.evict(&self._blocks[0], n)
+        return n
+
+    def apply(self, selection):
+        """Make exactly these blocks resident; only differences move. Returns a Transfer.
+
+        selection: int [n], ascending and unique, with the last token's block, at most budget and
+        reserve together.
+
+        Raises:
+            StateError: the last token's block is missing; nothing changed.
+            CapacityError: too many blocks, or a leaving one cannot be sealed; nothing changed.
+            TransferError: a copy failed; see Stager.perform.
+        """
+        cdef int limit = self._residency.n_budget_slots + self._residency.n_reserve_slots
+        cdef int n, i
+        cdef const int[::1] blocks = np.array(selection, dtype=np.int32, ndmin=1)
+        self._require_idle()
+        n = <int>blocks.shape[0]
+        for i in range(n):
+            self._require_block(blocks[i])
+            if i > 0 and blocks[i] <= blocks[i - 1]:
+                raise ValueError("selection must be ascending and unique")
+        if self._table.n_blocks and (n == 0 or blocks[n - 1] != self._table.n_blocks - 1):
+            raise StateError(f"block {self._table.n_blocks - 1} holds the last token, so the "
+                             "selection must hold it")
+        if n > limit:
+            raise CapacityError(f"{n} blocks are selected, but budget and reserve have {limit}; "
+                                "select fewer")
+        transfer = self._stager.perform(place(blocks, self._residency, ordered=self.ordered))
+        self._clock += 1
+        for i in range(n):
+            self._table.touch(blocks[i], self._clock)
+        return transfer
+
+    def make_room(self, int n_tokens, *, int reply_from_block):
+        """Evict the oldest complete blocks of a reply until room(reply=True) holds n_tokens.
+
+        Returns how many left.
+
+        Raises:
+            CapacityError: that would not be enough; nothing left.
+        """
+        cdef int slot, n = 0, n_short
+        cdef BlockId block
+        self._require_idle()
+        if n_tokens < 0 or reply_from_block < 0:
+            raise ValueError(f"n_tokens={n_tokens}, reply_from_block={reply_from_block}")
+        # the true count may be negative, so n_free() would not do
+        n_short = (self._n_new_blocks(n_tokens) + self._residency.n_used
+                   - self._residency.n_budget_slots - self._residency.n_reserve_slots)
+        if n_tokens <= self._open_rest() or n_short <= 0:
+            return 0
+        for slot in range(self._residency.n_slots):
+            block = self._residency.block_at(slot)
+            if reply_from_block <= block < self._table.n_blocks - 1:
+                self._blocks[n] = block
+                n += 1
+        if n < n_short:
+            raise CapacityError(
+                f"{n_tokens} tokens of a reply need {n_short} more blocks, but only {n} blocks "
+                f"from block {reply_from_block} on can leave; select fewer blocks of history or "
+                "raise the reserve")
+        np.asarray(self._blocks)[:n].sort()
+        self._stager.evict(&self._blocks[0], n_short)
+        return n_short
+
+    def truncate(self, int n_tokens):
+        """Forget all tokens from n_tokens on, on the device and on the host.
+
+        The block of the last kept token becomes resident, in a free slot or in that of the block
+        that was selected longest ago. If it is cut inside, it is open again and its copy is gone.
+
+        Returns:
+            a Transfer of what that took; forgotten blocks are not counted.
+
+        Raises:
+            CapacityError, TransferError: it could not become resident; no token is forgotten.
+        """
+        cdef BlockId last, block
+        cdef int slot, fill
+        self._require_idle()
+        if not 0 <= n_tokens <= self._table.n_tokens:
+            raise ValueError(f"n_tokens is {n_tokens}, but must be 0..{self._table.n_tokens}")
+        before = self.counters
+        start = perf_counter()
+        if n_tokens == 0:
+            self.clear()
+        elif n_tokens < self._table.n_tokens:
+            last = (n_tokens - 1) // self.block_tokens
+            if self._residency.slot_of(last) == -1:
+                self._stage_in_last(last)
+            for slot in range(self._residency.n_slots):
+                block = self._residency.block_at(slot)
+                if block > last:
+                    self._port.clear(slot * self.block_tokens, self.block_tokens)
+                    self._residency.release(block)
+            fill = n_tokens - last * self.block_tokens
+            self._port.clear(self._residency.slot_of(last) * self.block_tokens + fill,
+                             self.block_tokens - fill)
+            self._table.cut(n_tokens)
+            if fill < self.block_tokens:
+                last -= 1
+            self._store.drop_from(last + 1)
+            self._store.trim()
+            self._stager.forget_fresh(last + 1)
+        after = self.counters
+        return Transfer(
+            n_in=after.blocks_in - before.blocks_in,
+            n_out=after.blocks_out - before.blocks_out,
+            n_kept=self._residency.n_used - (after.blocks_in - before.blocks_in),
+            n_moved=0,
+            bytes_in=after.bytes_in - before.bytes_in,
+            bytes_out=after.bytes_out - before.bytes_out,
+            seconds=perf_counter() - start,
+        )
+
+    def clear(self):
+        """Forget the whole history, prepared tokens included. Records and slots are free again."""
+        cdef int slot
+        for slot in range(self._residency.n_slots):
+            if self._residency.block_at(slot) != -1:
+                self._port.clear(slot * self.block_tokens, self.block_tokens)
+        self.n_pending = 0
+        self._residency.reset()
+        self._table.cut(0)
+        self._store.drop_from(0)
+        self._store.trim()
+        self._stager.forget_fresh(0)
+
+    def check(self):
+        """Raises AssertionError that names the first broken invariant; for tests, after any call."""
+        check_memory(self._port, self._table, self._residency, self._store, self._budget,
+                     self.n_pending)
+
+    # leaves
+
+    cdef int _require_idle(self) except -1:
+        if self.n_pending:
+            raise StateError(f"{self.n_pending} tokens are prepared: commit or roll back first")
+        return 0
+
+    cdef int _require_block(self, int block) except -1:
+        if not 0 <= block < self._table.n_blocks:
+            raise ValueError(f"block {block} is not in 0..{self._table.n_blocks - 1}")
+        return 0
+
+    cdef int _open_rest(self) noexcept nogil:
+        """Tokens that still fit in the open block; 0 if there is none."""
+        return self._table.n_blocks * self.block_tokens - self._table.n_tokens
+
+    cdef int _n_new_blocks(self, int n_tokens) noexcept nogil:
+        """Blocks that n_tokens more need beyond the open one."""
+        cdef int n = n_tokens - self._open_rest()
+        return (n + self.block_tokens - 1) // self.block_tokens if n > 0 else 0
+
+    cdef int _discard(self, int n_accepted) except -1:
+        """Clear the pending cells from n_accepted on, which the table does not hold."""
+        cdef int i = n_accepted, n
+        cdef BlockId block
+        cdef int n_tokens = self._table.n_tokens + self.n_pending - n_accepted
+        while i < self.n_pending:
+            n = min(self.n_pending - i, self.block_tokens - self._cells[i] % self.block_tokens)
+            self._port.clear(self._cells[i], n)
+            i += n
+        for block in range(self._table.n_blocks,
+                           (n_tokens + self.block_tokens - 1) // self.block_tokens):
+            self._residency.release(block)
+        self.n_pending = 0
+        return 0
+
+    cdef int _stage_in_last(self, BlockId last) except -1:
+        """Make an absent block resident, wherever there is a slot."""
+        cdef int slot = self._residency.lowest_free()
+        cdef BlockId block
+        if slot == -1:
+            block = self._least_recent(last)
+            slot = self._residency.slot_of(block)
+            self._stager.evict(&block, 1)
+        self._stager.stage_in(&last, &slot, 1)
+        self._table.touch(last, self._clock)
+        return 0
+
+    cdef BlockId _least_recent(self, BlockId last) noexcept nogil:
+        """The block to leave first: one that goes anyway and has a copy, else by last selection.
+
+        With all slots used there is one besides the last token's block, as n_slots is at least 2.
+        """
+        cdef int slot
+        cdef BlockId block, best = -1
+        cdef bint goes, best_goes = False
+        for slot in range(self._residency.n_slots):
+            block = self._residency.block_at(slot)
+            if block == -1 or block == self._table.n_blocks - 1:
+                continue
+            goes = block > last and self._stager.has_copy(block)
+            if best == -1 or goes > best_goes or (goes == best_goes and (
+                    self._table.selected(block) < self._table.selected(best)
+                    or (self._table.selected(block) == self._table.selected(best)
+                        and block < best))):
+                best, best_goes = block, goes
+        return best
