@@ -1,0 +1,201 @@
+// Inner loops of scoring and the number formats that summaries use, in plain C that compilers vectorise.
+// Wheels are built for the oldest x86-64, so the loops are cloned per instruction set and the loader
+// picks one (GCC with glibc only; elsewhere the baseline runs).
+#pragma once
+
+#include <float.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+// Not under AddressSanitizer: the loader picks before the sanitizer is ready.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_ADDRESS__)
+#define KV_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#else
+#define KV_CLONES
+#endif
+
+#if defined(__GNUC__)
+#define KV_INLINE static inline __attribute__((always_inline)) // into the clones, to be compiled as they are
+#else
+#define KV_INLINE static inline
+#endif
+
+#define KV_LANES 16 // slices side by side in a tile of keys
+#define KV_ROWS  6  // query rows that share one pass over a tile: 12 of AVX2's 16 registers hold their sums
+
+KV_INLINE float kv_half_to_float(uint16_t half) {
+    // Exponent and mantissa land in float's places; the multiplication corrects the bias and also
+    // makes subnormals right. Infinities and NaN are set by hand.
+    uint32_t bits = (uint32_t) (half & 0x7fff) << 13;
+    float    value;
+    memcpy(&value, &bits, sizeof(value));
+    value *= 0x1p112f;
+    memcpy(&bits, &value, sizeof(bits));
+    if ((half & 0x7c00) == 0x7c00) {
+        bits = 0x7f800000u | (uint32_t) (half & 0x3ff) << 13;
+    }
+    bits |= (uint32_t) (half & 0x8000) << 16;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+// For finite values >= 0 up to 65504, rounded to nearest even.
+KV_INLINE uint16_t kv_float_to_half(float value) {
+    uint32_t bits;
+    if (value < 0x1p-14f) {
+        // Subnormal halves are multiples of 2^-24: adding 0.5 rounds to that grid.
+        value += 0.5f;
+        memcpy(&bits, &value, sizeof(bits));
+        return (uint16_t) (bits - 0x3f000000u);
+    }
+    memcpy(&bits, &value, sizeof(bits));
+    bits += 0x0fffu + ((bits >> 13) & 1u);
+    return (uint16_t) ((bits - (112u << 23)) >> 13);
+}
+
+KV_CLONES
+static void kv_dequantize_f16(const void * src, float * dst, int64_t n) {
+    const uint16_t * half = (const uint16_t *) src;
+    for (int64_t i = 0; i < n; ++i) {
+        dst[i] = kv_half_to_float(half[i]);
+    }
+}
+
+static void kv_dequantize_f32(const void * src, float * dst, int64_t n) {
+    memcpy(dst, src, (size_t) n * sizeof(float));
+}
+
+// exp(x) for x <= 0, relative error under 3e-7; 0 below -87.
+// x = k ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts so that r keeps its bits; Taylor to r^7.
+KV_INLINE float kv_exp(float x) {
+    const float   live    = x > -87.0f ? x : -87.0f;
+    const float   shifted = live * 1.44269504f + 12582912.0f; // 1.5 * 2^23: the low bits hold k
+    const float   k       = shifted - 12582912.0f;
+    const float   r       = live - k * 0.693359375f + k * 2.12194440e-4f;
+    float         p       = r * (1.0f / 5040) + (1.0f / 720);
+    uint32_t      bits, power;
+    p = p * r + (1.0f / 120);
+    p = p * r + (1.0f / 24);
+    p = p * r + (1.0f / 6);
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    memcpy(&bits, &p, sizeof(bits));
+    memcpy(&power, &shifted, sizeof(power));
+    bits += power << 23;
+    memcpy(&p, &bits, sizeof(p));
+    return x > -87.0f ? p : 0.0f;
+}
+
+// Products of KV_ROWS query rows with the KV_LANES keys of a tile; the sums stay in registers.
+KV_INLINE void kv_dot_tile(const float * tile, const float * query, int dim, float sums[KV_ROWS][KV_LANES]) {
+    float acc[KV_ROWS][KV_LANES] = { { 0 } };
+    for (int i = 0; i < dim; ++i) {
+#pragma GCC unroll 6
+        for (int row = 0; row < KV_ROWS; ++row) {
+#pragma GCC unroll 1
+            for (int lane = 0; lane < KV_LANES; ++lane) {
+                acc[row][lane] += tile[i * KV_LANES + lane] * query[i * KV_ROWS + row];
+            }
+        }
+    }
+    memcpy(sums, acc, sizeof(acc));
+}
+
+// Softmax of one run of tiles, relative to the run's own maximum, for n_groups * KV_ROWS query rows.
+//   keys    int8 [n_tiles][dim][KV_LANES]      scales  half [n_tiles * KV_LANES]
+//   query   f32  [n_groups][dim][KV_ROWS], the factor of q.k multiplied in
+//   tile    f32  [dim][KV_LANES], scratch
+//   out     f32  [n_groups * KV_ROWS][n_tiles * KV_LANES]: exp(logit - maximum)
+//   maximum, total  f32 [n_groups * KV_ROWS]: of this run
+// Lanes from n_slices on hold no key and come out as 0.
+KV_CLONES
+static void kv_softmax_run(const int8_t * keys, const uint16_t * scales, int n_tiles, int n_slices, int dim,
+                           const float * query, int n_groups, float * tile, float * out, float * maximum,
+                           float * total) {
+    const size_t width = (size_t) n_tiles * KV_LANES;
+    for (int t = 0; t < n_tiles; ++t) {
+        const int8_t * source = keys + (size_t) t * dim * KV_LANES;
+        float          scale[KV_LANES];
+        float          sums[KV_ROWS][KV_LANES];
+        for (int i = 0; i < dim * KV_LANES; ++i) {
+            tile[i] = source[i];
+        }
+        for (int lane = 0; lane < KV_LANES; ++lane) {
+            scale[lane] = kv_half_to_float(scales[t * KV_LANES + lane]);
+        }
+        for (int group = 0; group < n_groups; ++group) {
+            kv_dot_tile(tile, query + (size_t) group * dim * KV_ROWS, dim, sums);
+            for (int row = 0; row < KV_ROWS; ++row) {
+                float * logits = out + (size_t) (group * KV_ROWS + row) * width + (size_t) t * KV_LANES;
+                for (int lane = 0; lane < KV_LANES; ++lane) {
+                    logits[lane] = sums[row][lane] * scale[lane];
+                }
+            }
+        }
+    }
+    for (int row = 0; row < n_groups * KV_ROWS; ++row) {
+        float * x = out + (size_t) row * width;
+        float   top[KV_LANES];
+        float   sum[KV_LANES] = { 0 };
+        float   highest;
+        float   all = 0;
+        for (size_t i = (size_t) n_slices; i < width; ++i) {
+            x[i] = -FLT_MAX;
+        }
+        memcpy(top, x, sizeof(top));
+        for (size_t i = KV_LANES; i < width; i += KV_LANES) {
+            for (int lane = 0; lane < KV_LANES; ++lane) {
+                top[lane] = x[i + lane] > top[lane] ? x[i + lane] : top[lane];
+            }
+        }
+        highest = top[0];
+        for (int lane = 1; lane < KV_LANES; ++lane) {
+            highest = top[lane] > highest ? top[lane] : highest;
+        }
+        for (size_t i = 0; i < width; i += KV_LANES) {
+            for (int lane = 0; lane < KV_LANES; ++lane) {
+                const float e = kv_exp(x[i + lane] - highest);
+                x[i + lane]   = e;
+                sum[lane] += e;
+            }
+        }
+        for (int lane = 0; lane < KV_LANES; ++lane) {
+            all += sum[lane];
+        }
+        maximum[row] = highest;
+        total[row]   = all;
+    }
+}
+
+// score[s] += sum over rows of weight[row] * (e[row][s] * factor[row])^power, for one run.
+KV_CLONES
+static void kv_add_powers(const float * e, int n_rows, int width, const float * factor, const float * weight,
+                          int power, float * score) {
+    for (int row = 0; row < n_rows; ++row) {
+        const float * x = e + (size_t) row * width;
+        const float   f = factor[row];
+        const float   w = weight[row];
+        if (power == 1) {
+            for (int s = 0; s < width; ++s) {
+                score[s] += w * (x[s] * f);
+            }
+        } else if (power == 2) {
+            for (int s = 0; s < width; ++s) {
+                const float p = x[s] * f;
+                score[s] += w * (p * p);
+            }
+        } else {
+            for (int s = 0; s < width; ++s) {
+                const float p = x[s] * f;
+                float       y = p;
+                for (int i = 1; i < power; ++i) {
+                    y *= p;
+                }
+                score[s] += w * y;
+            }
+        }
+    }
+}

@@ -1,0 +1,29 @@
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmem.kv.chunks import Budget
+
+__all__ = ["UNIT_TOKENS", "LexicalIndex"]
+
+UNIT_TOKENS: int
+
+@final
+class LexicalIndex:
+    def __new__(
+        cls, block_tokens: int, unit_tokens: int = ..., budget: Budget | None = None
+    ) -> LexicalIndex: ...
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def unit_tokens(self) -> int: ...
+    @property
+    def units_per_block(self) -> int: ...
+    @property
+    def n_blocks(self) -> int: ...
+    @property
+    def n_bytes(self) -> int: ...
+    def add(self, block: int, tokens: NDArray[np.int32]) -> None: ...
+    def truncate(self, n_blocks: int) -> None: ...
+    def score(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]: ...
