@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <map>
 
 struct kvmem_sampler {
@@ -21,11 +22,13 @@ template <typename T> static field_reader number(T common_params_sampling::* mem
         if (!value.is_number()) {
             throw kvmem_invalid("a number is needed, not " + value.dump());
         }
+        // -1 is the random seed; a conversion out of range is undefined
         const double given = value.get<double>();
-        if (!std::isfinite(given) || std::fabs(given) > 4294967295.0) {
+        const double least = std::is_unsigned<T>::value ? -1.0 : (double) std::numeric_limits<T>::lowest();
+        if (!std::isfinite(given) || given < least || given > (double) std::numeric_limits<T>::max()) {
             throw kvmem_invalid("the number " + value.dump() + " is out of range");
         }
-        params.*member = value.get<T>();
+        params.*member = std::is_unsigned<T>::value && given < 0 ? std::numeric_limits<T>::max() : (T) given;
     };
 }
 
@@ -36,7 +39,7 @@ static void read_mirostat(common_params_sampling & params, const common_json & v
     params.mirostat = value.get<int>();
 }
 
-// a later name of the chain replaces the default order
+// the names replace the default chain
 static void read_samplers(common_params_sampling & params, const common_json & value) {
     std::vector<std::string> names;
     for (const auto & name : value) {

@@ -1,0 +1,3 @@
+"""Fixtures of all tests."""
+
+pytest_plugins = ["models"]
