@@ -58,7 +58,7 @@ FACTS = MemoryFacts(
         ({"host_limit_bytes": 0}, "host_limit_bytes is 0, but must be at least 1"),
         (
             {"type_k": "f16"},
-            "type_v is q8_0, but must be quantised if and only if type_k=f16 is",
+            "type_v is q8_0, but must be as type_k=f16, where one of them is a float",
         ),
         ({"flash_attn": "off"}, "flash_attn is off, but must be on or auto with type_v=q8_0"),
         (

@@ -25,7 +25,8 @@ __all__ = [
     "ServerConfig",
 ]
 
-KvType = Literal["f16", "q8_0", "q5_0", "q4_0"]
+KvType = Literal["f32", "f16", "q8_0", "q5_0", "q4_0"]
+FLOAT_KV_TYPES = ("f32", "f16")
 Scorer = Literal["fused", "heads", "lexical", "mass", "cosine", "recency"]
 FlashAttention = Literal["auto", "on", "off"]
 
@@ -165,11 +166,12 @@ class MemoryConfig:
         _one_of("type_k", self.type_k, get_args(KvType))
         _one_of("type_v", self.type_v, get_args(KvType))
         _one_of("flash_attn", self.flash_attn, get_args(FlashAttention))
-        if (self.type_k == "f16") != (self.type_v == "f16"):
+        is_float = self.type_k in FLOAT_KV_TYPES or self.type_v in FLOAT_KV_TYPES
+        if is_float and self.type_k != self.type_v:
             raise ConfigError(
-                "type_v", self.type_v, f"quantised if and only if type_k={self.type_k} is"
+                "type_v", self.type_v, f"as type_k={self.type_k}, where one of them is a float"
             )
-        if self.type_v != "f16" and self.flash_attn == "off":
+        if not is_float and self.flash_attn == "off":
             raise ConfigError("flash_attn", "off", f"on or auto with type_v={self.type_v}")
         _at_least("batch_tokens", self.batch_tokens, 1)
         if self.ubatch_tokens is not None:

@@ -1,0 +1,204 @@
+#include "kvmem-guard.h"
+
+#include "json.h"
+#include "sampling.h"
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <map>
+
+struct kvmem_sampler {
+    common_sampler_ptr sampler;
+    int32_t            n_vocab     = 0;
+    int32_t            sampled     = LLAMA_TOKEN_NULL; // by the last sample
+    bool               has_grammar = false;
+};
+
+using field_reader = std::function<void(common_params_sampling &, const common_json &)>;
+
+template <typename T> static field_reader number(T common_params_sampling::* member) {
+    return [member](common_params_sampling & params, const common_json & value) {
+        if (!value.is_number()) {
+            throw kvmem_invalid("a number is needed, not " + value.dump());
+        }
+        // -1 is the random seed; a conversion out of range is undefined
+        const double given = value.get<double>();
+        const double least = std::is_unsigned<T>::value ? -1.0 : (double) std::numeric_limits<T>::lowest();
+        if (!std::isfinite(given) || given < least || given > (double) std::numeric_limits<T>::max()) {
+            throw kvmem_invalid("the number " + value.dump() + " is out of range");
+        }
+        params.*member = std::is_unsigned<T>::value && given < 0 ? std::numeric_limits<T>::max() : (T) given;
+    };
+}
+
+static void read_mirostat(common_params_sampling & params, const common_json & value) {
+    if (!value.is_number_integer() || value.get<int>() < 0 || value.get<int>() > 2) {
+        throw kvmem_invalid("0, 1 or 2 is needed, not " + value.dump()); // upstream asserts
+    }
+    params.mirostat = value.get<int>();
+}
+
+// the names replace the default chain
+static void read_samplers(common_params_sampling & params, const common_json & value) {
+    std::vector<std::string> names;
+    for (const auto & name : value) {
+        names.push_back(name.get<std::string>());
+    }
+    params.samplers = common_sampler_types_from_names(names);
+    if (params.samplers.size() != names.size()) {
+        throw kvmem_invalid("an unknown sampler is named in " + value.dump());
+    }
+}
+
+static void read_logit_bias(common_params_sampling & params, const common_json & value) {
+    for (const auto & pair : value) {
+        // null stands for minus infinity, which JSON does not have
+        const float bias = pair.at(1).is_null() ? -INFINITY : pair.at(1).get<float>();
+        params.logit_bias.push_back({ pair.at((size_t) 0).get<int>(), bias });
+    }
+}
+
+static void read_grammar(common_params_sampling & params, const common_json & value) {
+    const auto text = value.get<std::string>();
+    if (!text.empty()) {
+        params.grammar = common_grammar(COMMON_GRAMMAR_TYPE_USER, text);
+    }
+}
+
+static const std::map<std::string, field_reader> & field_readers() {
+    using p = common_params_sampling;
+    static const std::map<std::string, field_reader> readers = {
+        { "seed",               number(&p::seed)               },
+        { "min_keep",           number(&p::min_keep)           },
+        { "temperature",        number(&p::temp)               },
+        { "dynatemp_range",     number(&p::dynatemp_range)     },
+        { "dynatemp_exponent",  number(&p::dynatemp_exponent)  },
+        { "top_k",              number(&p::top_k)              },
+        { "top_p",              number(&p::top_p)              },
+        { "min_p",              number(&p::min_p)              },
+        { "typical_p",          number(&p::typ_p)              },
+        { "top_n_sigma",        number(&p::top_n_sigma)        },
+        { "xtc_probability",    number(&p::xtc_probability)    },
+        { "xtc_threshold",      number(&p::xtc_threshold)      },
+        { "repeat_penalty",     number(&p::penalty_repeat)     },
+        { "repeat_last_n",      number(&p::penalty_last_n)     },
+        { "presence_penalty",   number(&p::penalty_present)    },
+        { "frequency_penalty",  number(&p::penalty_freq)       },
+        { "dry_multiplier",     number(&p::dry_multiplier)     },
+        { "dry_base",           number(&p::dry_base)           },
+        { "dry_allowed_length", number(&p::dry_allowed_length) },
+        { "dry_penalty_last_n", number(&p::dry_penalty_last_n) },
+        { "mirostat",           read_mirostat                  },
+        { "mirostat_tau",       number(&p::mirostat_tau)       },
+        { "mirostat_eta",       number(&p::mirostat_eta)       },
+        { "n_probs",            number(&p::n_probs)            },
+        { "samplers",           read_samplers                  },
+        { "logit_bias",         read_logit_bias                }, // [[token, bias], ..]
+        { "grammar",            read_grammar                   }, // GBNF
+        { "ignore_eos",         [](p & params, const common_json & value) { params.ignore_eos = value.get<bool>(); } },
+    };
+    return readers;
+}
+
+static common_params_sampling read_params(const common_json & json) {
+    if (!json.is_object()) {
+        throw kvmem_invalid("sampling parameters are no object");
+    }
+    common_params_sampling params;
+    params.no_perf = true;
+    for (const auto & [name, value] : json.items()) {
+        const auto reader = field_readers().find(name);
+        if (reader == field_readers().end()) {
+            throw kvmem_invalid(name + ": unknown sampling parameter");
+        }
+        try {
+            reader->second(params, value);
+        } catch (const std::bad_alloc &) {
+            throw;
+        } catch (const std::exception & e) {
+            throw kvmem_invalid(name + ": " + e.what());
+        }
+    }
+    return params;
+}
+
+int kvmem_sampler_init(const struct llama_model * model, const char * params, size_t n_params, kvmem_sampler ** out) {
+    return kvmem_guard([&] {
+        kvmem_guard_silence_log();
+        common_json json;
+        try {
+            json = common_json::parse(std::string(params, n_params));
+        } catch (const common_json_error & e) {
+            throw kvmem_invalid(e.what());
+        }
+        common_params_sampling sampling = read_params(json);
+        const llama_vocab * vocab   = llama_model_get_vocab(model);
+        const int32_t       n_vocab = llama_vocab_n_tokens(vocab);
+        for (const auto & bias : sampling.logit_bias) {
+            if (bias.token < 0 || bias.token >= n_vocab) {
+                throw kvmem_invalid("logit_bias: token " + std::to_string(bias.token) + " is not in the vocabulary");
+            }
+        }
+        if (sampling.ignore_eos) { // common_sampler_init leaves this to its callers
+            for (llama_token token = 0; token < n_vocab; token++) {
+                if (llama_vocab_is_eog(vocab, token)) {
+                    sampling.logit_bias.push_back({ token, -INFINITY });
+                }
+            }
+        }
+        auto sampler = std::make_unique<kvmem_sampler>();
+        try {
+            sampler->sampler.reset(common_sampler_init(model, sampling));
+        } catch (const std::bad_alloc &) {
+            throw;
+        } catch (const std::exception & e) { // all that it throws is about the parameters
+            throw kvmem_invalid(e.what());
+        }
+        sampler->n_vocab     = n_vocab;
+        sampler->has_grammar = !sampling.grammar.empty();
+        *out = sampler.release();
+    });
+}
+
+int kvmem_sampler_clone(const kvmem_sampler * sampler, kvmem_sampler ** out) {
+    return kvmem_guard([&] {
+        auto copy = std::make_unique<kvmem_sampler>();
+        copy->sampler.reset(common_sampler_clone(sampler->sampler.get()));
+        copy->n_vocab     = sampler->n_vocab;
+        copy->sampled     = sampler->sampled;
+        copy->has_grammar = sampler->has_grammar;
+        *out = copy.release();
+    });
+}
+
+void kvmem_sampler_free(kvmem_sampler * sampler) {
+    delete sampler;
+}
+
+int kvmem_sampler_sample(kvmem_sampler * sampler, struct llama_context * ctx, int32_t row, int32_t * token) {
+    return kvmem_guard([&] {
+        llama_synchronize(ctx);
+        if (llama_get_logits_ith(ctx, row) == nullptr) { // common_sampler_sample asserts this
+            throw kvmem_invalid("row " + std::to_string(row) + " of the last batch has no logits");
+        }
+        sampler->sampled = common_sampler_sample(sampler->sampler.get(), ctx, row);
+        *token = sampler->sampled;
+    });
+}
+
+int kvmem_sampler_accept(kvmem_sampler * sampler, int32_t token, int is_generated) {
+    return kvmem_guard([&] {
+        if (token < 0 || token >= sampler->n_vocab) {
+            throw kvmem_invalid("token " + std::to_string(token) + " is not in the vocabulary");
+        }
+        if (is_generated && sampler->has_grammar && token != sampler->sampled) {
+            throw kvmem_invalid("token " + std::to_string(token) + " was not chosen under the grammar");
+        }
+        common_sampler_accept(sampler->sampler.get(), token, is_generated != 0);
+    });
+}
+
+uint32_t kvmem_sampler_seed(const kvmem_sampler * sampler) {
+    return common_sampler_get_seed(sampler->sampler.get());
+}

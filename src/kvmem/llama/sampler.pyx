@@ -1,0 +1,110 @@
+"""Token choice by llama.cpp's common_sampler."""
+
+import json
+
+from libc.stdint cimport int32_t
+
+from kvmem.errors import CapacityError, EngineError, RequestError, StateError
+from kvmem.llama cimport c_bridge as c
+from kvmem.llama.c_llama cimport llama_context, llama_model
+from kvmem.llama.context cimport Context
+from kvmem.llama.model cimport Model
+
+__all__ = ["Sampler"]
+
+
+cdef class Sampler:
+    """Owns one sampler chain with its penalty history. Make a new one for each request.
+
+    params: any of seed, temperature, top_k, top_p, min_p, typical_p, top_n_sigma, min_keep, dynatemp_range,
+        dynatemp_exponent, xtc_probability, xtc_threshold, repeat_penalty, repeat_last_n, presence_penalty,
+        frequency_penalty, dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, mirostat, mirostat_tau,
+        mirostat_eta, n_probs, samplers (names, in order), logit_bias ([[token, bias], ...], None for minus
+        infinity), ignore_eos (a bias on all tokens that end a turn), grammar (GBNF). Left out: llama.cpp's default.
+        Temperature 0 is greedy.
+
+    Raises:
+        RequestError: an unknown field, a wrong type or value, a grammar that does not parse.
+    """
+
+    def __init__(self, Model model not None, params=None):
+        cdef bytes data
+        cdef const char *chars
+        cdef size_t n_chars
+        cdef const llama_model *handle = model.get()
+        cdef int status
+        if self._ptr != NULL:
+            raise StateError("a Sampler is made once")
+        try:
+            data = json.dumps(dict(params or {}), allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"the sampling parameters cannot be written as JSON: {error}") from None
+        chars = data
+        n_chars = len(data)
+        self.model = model
+        with nogil:
+            status = c.kvmem_sampler_init(handle, chars, n_chars, &self._ptr)
+        _check(status)
+
+    def __dealloc__(self):
+        c.kvmem_sampler_free(self._ptr)
+        self._ptr = NULL
+
+    cdef c.kvmem_sampler *get(self) except NULL:
+        if self._ptr == NULL:
+            raise StateError("the sampler is closed")
+        self.model.get()  # its vocabulary is read by grammars
+        return self._ptr
+
+    def close(self):
+        """Free the chain. A second call does nothing."""
+        c.kvmem_sampler_free(self._ptr)
+        self._ptr = NULL
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def sample(self, Context context not None, int row=-1):
+        """The token chosen from the logits of ``row`` of the last batch; -1 for its last output. Accepts nothing.
+
+        Raises:
+            RequestError: the row has no logits.
+        """
+        cdef c.kvmem_sampler *handle = self.get()
+        cdef llama_context *ctx = context.get()
+        cdef int32_t token = -1
+        cdef int status
+        with nogil:
+            status = c.kvmem_sampler_sample(handle, ctx, row, &token)
+        _check(status)
+        return token
+
+    def accept(self, int token, *, bint is_generated=True):
+        """Put ``token`` into the penalty history; a generated one also advances the grammar."""
+        _check(c.kvmem_sampler_accept(self.get(), token, is_generated))
+
+    def clone(self):
+        """An independent copy, random state included: both choose alike from here on."""
+        cdef Sampler copy = Sampler.__new__(Sampler)
+        copy.model = self.model
+        _check(c.kvmem_sampler_clone(self.get(), &copy._ptr))
+        return copy
+
+    @property
+    def seed(self):
+        """The seed in use, also where a random one was drawn."""
+        return c.kvmem_sampler_seed(self.get())
+
+
+cdef int _check(int status) except -1:
+    if status == c.KVMEM_BRIDGE_OK:
+        return 0
+    reason = c.kvmem_bridge_last_error().decode("utf-8", "replace")
+    if status == c.KVMEM_BRIDGE_ERR_INVALID:
+        raise RequestError(reason)
+    if status == c.KVMEM_BRIDGE_ERR_MEMORY:
+        raise CapacityError(reason)
+    raise EngineError(f"sampling failed: {reason}")

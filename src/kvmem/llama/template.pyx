@@ -1,0 +1,107 @@
+"""A model's chat template: messages to prompt text, by llama.cpp's own Jinja engine."""
+
+import json
+
+from kvmem.errors import CapacityError, ModelError, RequestError, StateError
+from kvmem.llama cimport c_bridge as c
+from kvmem.llama.c_llama cimport llama_model
+from kvmem.llama.model cimport Model
+
+__all__ = ["ChatTemplate"]
+
+
+cdef class ChatTemplate:
+    """Owns one parsed template. Any number of threads may render at the same time.
+
+    model: whose template is used, and whose BOS and EOS texts it may name; read now, not kept. None needs a source.
+    source: Jinja text that replaces the model's template; empty for none.
+
+    Raises:
+        ModelError: the template cannot be parsed.
+    """
+
+    def __init__(self, Model model=None, str source not None=""):
+        cdef bytes data = source.encode("utf-8", "replace")
+        cdef const char *chars = data
+        cdef size_t n_chars = len(data)
+        cdef const llama_model *handle = NULL
+        cdef int status
+        if self._ptr != NULL:
+            raise StateError("a ChatTemplate is made once")
+        if model is not None:
+            handle = model.get()
+        with nogil:
+            status = c.kvmem_chat_init(handle, chars, n_chars, &self._ptr)
+        if status == c.KVMEM_BRIDGE_ERR_MEMORY:
+            raise CapacityError(_last_error())
+        if status != c.KVMEM_BRIDGE_OK:
+            raise ModelError(f"the chat template cannot be used: {_last_error()}")
+
+    def __dealloc__(self):
+        c.kvmem_chat_free(self._ptr)
+        self._ptr = NULL
+
+    cdef c.kvmem_chat *get(self) except NULL:
+        if self._ptr == NULL:
+            raise StateError("the chat template is closed")
+        return self._ptr
+
+    def close(self):
+        """Free the template. A second call does nothing."""
+        c.kvmem_chat_free(self._ptr)
+        self._ptr = NULL
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def info(self):
+        """Source text, whether the model or the caller gave it, whether it can think, and llama.cpp's view of it."""
+        cdef char *text = NULL
+        cdef size_t n_text = 0
+        cdef c.kvmem_chat *handle = self.get()
+        cdef int status
+        with nogil:
+            status = c.kvmem_chat_info(handle, &text, &n_text)
+        return _take(status, text, n_text)
+
+    def render(self, request not None):
+        """Render a request; its fields and those of the result are listed in kvmem-bridge.h.
+
+        Raises:
+            RequestError: messages, tools or arguments that the template refuses, with its reason.
+        """
+        cdef bytes data
+        cdef const char *chars
+        cdef size_t n_chars
+        cdef char *text = NULL
+        cdef size_t n_text = 0
+        cdef c.kvmem_chat *handle = self.get()
+        cdef int status
+        try:
+            data = json.dumps(request, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"the messages cannot be written as JSON: {error}") from None
+        chars = data
+        n_chars = len(data)
+        with nogil:
+            status = c.kvmem_chat_render(handle, chars, n_chars, &text, &n_text)
+        return _take(status, text, n_text)
+
+
+cdef _take(int status, char *text, size_t n_text):
+    """The JSON object that the bridge handed out, or what it complains of."""
+    if status == c.KVMEM_BRIDGE_ERR_MEMORY:
+        raise CapacityError(_last_error())
+    if status != c.KVMEM_BRIDGE_OK:
+        raise RequestError(f"the chat template refuses the messages: {_last_error()}")
+    try:
+        return json.loads(text[:n_text])
+    finally:
+        c.kvmem_bridge_text_free(text)
+
+
+cdef _last_error():
+    return c.kvmem_bridge_last_error().decode("utf-8", "replace")

@@ -1,0 +1,174 @@
+"""Samplers: greedy, seeded, biased, constrained; what upstream would abort on is an exception."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvmem.errors import RequestError, StateError
+from kvmem.llama.context import Context
+from kvmem.llama.model import Model
+from kvmem.llama.sampler import Sampler
+from kvmem.llama.vocab import Vocab
+
+PROMPT = "<|im_start|>user\nthe light of the tower<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: Path) -> Iterator[Model]:
+    with Model(tiny_llama) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def vocab(model: Model) -> Vocab:
+    return Vocab(model)
+
+
+@pytest.fixture(scope="module")
+def context(model: Model, vocab: Vocab) -> Iterator[Context]:
+    """A context whose last batch left one row of logits."""
+    with Context(model, n_ctx=256) as context:
+        tokens = np.array(vocab.tokenize(PROMPT), np.int32)
+        context.decode(tokens, np.arange(len(tokens), dtype=np.int32))
+        yield context
+
+
+def draws(sampler: Sampler, context: Context, n: int) -> list[int]:
+    return [sampler.sample(context) for _ in range(n)]
+
+
+def test_temperature_zero_is_the_largest_logit(model: Model, context: Context) -> None:
+    with Sampler(model, {"temperature": 0}) as sampler:
+        assert draws(sampler, context, 3) == [int(context.logits().argmax())] * 3
+
+
+def test_equal_seeds_draw_alike_and_others_do_not(model: Model, context: Context) -> None:
+    runs = []
+    for seed in (7, 7, 8):
+        with Sampler(model, {"seed": seed, "temperature": 2.0, "top_k": 0}) as sampler:
+            assert sampler.seed == seed
+            runs.append(draws(sampler, context, 12))
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_without_a_seed_one_is_drawn(model: Model) -> None:
+    with Sampler(model) as one, Sampler(model, {"seed": -1}) as other:
+        assert one.seed != other.seed
+
+
+def test_draws_follow_the_softmax(model: Model, context: Context) -> None:
+    """2,000 draws without truncation against the float64 softmax: total variation below 0.1."""
+    params = {"seed": 1, "temperature": 0.5, "samplers": ["temperature"]}
+    logits = context.logits().astype(np.float64) / 0.5
+    expected = np.exp(logits - logits.max())
+    expected /= expected.sum()
+    with Sampler(model, params) as sampler:
+        counts = Counter(draws(sampler, context, 2000))
+    seen = np.zeros_like(expected)
+    seen[list(counts)] = np.array(list(counts.values())) / 2000
+    assert np.abs(seen - expected).sum() / 2 < 0.1
+
+
+def test_logit_bias_forbids_and_forces(model: Model, context: Context) -> None:
+    best, second = np.argsort(context.logits())[::-1][:2].tolist()
+    with Sampler(model, {"temperature": 0, "logit_bias": [[best, None]]}) as sampler:
+        assert sampler.sample(context) == second
+    with Sampler(model, {"temperature": 0, "logit_bias": [[0, 1000.0]]}) as sampler:
+        assert sampler.sample(context) == 0
+
+
+def test_ignore_eos_beats_a_bias_towards_every_end_token(
+    model: Model, vocab: Vocab, context: Context
+) -> None:
+    bias = [[t, 100.0] for t in range(vocab.n_tokens) if vocab.is_eog(t)]
+    assert len(bias) >= 2
+    with Sampler(model, {"temperature": 0, "logit_bias": bias}) as sampler:
+        assert vocab.is_eog(sampler.sample(context))
+    with Sampler(model, {"temperature": 0, "logit_bias": bias, "ignore_eos": True}) as sampler:
+        assert not vocab.is_eog(sampler.sample(context))
+
+
+def test_the_repeat_penalty_sees_prompt_and_reply(model: Model, context: Context) -> None:
+    best = int(context.logits().argmax())
+    for is_generated in (True, False):
+        with Sampler(model, {"temperature": 0, "presence_penalty": 1000.0}) as sampler:
+            assert sampler.sample(context) == best
+            sampler.accept(best, is_generated=is_generated)
+            assert sampler.sample(context) != best
+
+
+def test_a_grammar_binds_and_refuses_what_it_did_not_choose(
+    model: Model, vocab: Vocab, context: Context
+) -> None:
+    with Sampler(model, {"temperature": 0, "grammar": 'root ::= "yes" | "no"'}) as sampler:
+        first = sampler.sample(context)
+        assert vocab.piece(first) in (b"y", b"n")
+        with pytest.raises(RequestError, match="was not chosen under the grammar"):
+            sampler.accept(vocab.eos)
+        sampler.accept(first)
+        assert vocab.piece(sampler.sample(context)) in (b"e", b"es", b"o")
+
+
+def test_a_clone_goes_on_alike_and_apart(model: Model, context: Context) -> None:
+    params = {"seed": 5, "temperature": 2.0, "presence_penalty": 3.0}
+    with Sampler(model, params) as sampler:
+        sampler.accept(sampler.sample(context))
+        copy = sampler.clone()
+        assert draws(copy, context, 8) == draws(sampler, context, 8)
+        sampler.close()
+        assert isinstance(copy.sample(context), int)
+        copy.close()
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"temprature": 1}, "temprature: unknown sampling parameter"),
+        ({"temperature": "hot"}, 'temperature: a number is needed, not "hot"'),
+        ({"temperature": float("inf")}, "cannot be written as JSON"),
+        ({"top_k": 1e12}, "top_k: the number 1000000000000.0 is out of range"),
+        ({"seed": -2}, "seed: the number -2 is out of range"),
+        ({"mirostat": 3}, "mirostat: 0, 1 or 2 is needed, not 3"),
+        ({"repeat_penalty": 0}, "must be finite and greater than 0"),
+        ({"logit_bias": [[1 << 20, 1.0]]}, "token 1048576 is not in the vocabulary"),
+        ({"logit_bias": [["a", 1.0]]}, "logit_bias: "),
+        ({"samplers": ["guess"]}, "samplers: an unknown sampler is named"),
+        ({"grammar": "root ::= ("}, "failed to parse grammar"),
+        ({"ignore_eos": 1}, "ignore_eos: "),
+    ],
+)
+def test_wrong_parameters_are_named(model: Model, params: Mapping[str, Any], reason: str) -> None:
+    with pytest.raises(RequestError, match=reason):
+        Sampler(model, params)
+
+
+def test_rows_and_tokens_that_do_not_exist(model: Model, context: Context) -> None:
+    with Sampler(model) as sampler:
+        for row in (0, 500, -2):
+            with pytest.raises(RequestError, match=f"row {row} of the last batch has no logits"):
+                sampler.sample(context, row)
+        for token in (-1, 1 << 20):
+            with pytest.raises(RequestError, match=f"token {token} is not in the vocabulary"):
+                sampler.accept(token)
+
+
+def test_close_is_idempotent_and_final(model: Model, context: Context) -> None:
+    sampler = Sampler(model)
+    sampler.close()
+    sampler.close()
+    for use in (lambda: sampler.sample(context), lambda: sampler.accept(1), sampler.clone):
+        with pytest.raises(StateError, match="closed"):
+            use()
+
+
+def test_a_sampler_notices_that_its_model_is_gone(tiny_llama: Path) -> None:
+    model = Model(tiny_llama)
+    sampler = Sampler(model)
+    model.close()
+    with pytest.raises(StateError, match="is closed"):
+        sampler.accept(1)
+    sampler.close()
