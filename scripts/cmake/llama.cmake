@@ -40,7 +40,7 @@ function(kvmem_add_llama)
     set(CMAKE_MESSAGE_LOG_LEVEL ERROR)          # and warns that there is none
     set(BUILD_COMPILER "${CMAKE_C_COMPILER_ID} ${CMAKE_C_COMPILER_VERSION}")
     set(BUILD_TARGET "${CMAKE_SYSTEM_NAME} ${CMAKE_SYSTEM_PROCESSOR}")
-    # llama-common's downloader wants an HTTP library; nothing that the bridge links does, and -z defs proves it.
+    # llama-common's downloader wants an HTTP library; nothing that the bridge links does, as -z defs proves.
     add_library(cpp-httplib INTERFACE)
     add_subdirectory(${KVMEM_LLAMA_DIR}/common vendor/common EXCLUDE_FROM_ALL)
 endfunction()

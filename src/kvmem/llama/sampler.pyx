@@ -16,12 +16,13 @@ __all__ = ["Sampler"]
 cdef class Sampler:
     """Owns one sampler chain with its penalty history. Make a new one for each request.
 
-    params: any of seed, temperature, top_k, top_p, min_p, typical_p, top_n_sigma, min_keep, dynatemp_range,
-        dynatemp_exponent, xtc_probability, xtc_threshold, repeat_penalty, repeat_last_n, presence_penalty,
-        frequency_penalty, dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, mirostat, mirostat_tau,
-        mirostat_eta, n_probs, samplers (names, in order), logit_bias ([[token, bias], ...], None for minus
-        infinity), ignore_eos (a bias on all tokens that end a turn), grammar (GBNF). Left out: llama.cpp's default.
-        Temperature 0 is greedy.
+    params: any of seed, temperature, top_k, top_p, min_p, typical_p, top_n_sigma, min_keep,
+        dynatemp_range, dynatemp_exponent, xtc_probability, xtc_threshold, repeat_penalty,
+        repeat_last_n, presence_penalty, frequency_penalty, dry_multiplier, dry_base,
+        dry_allowed_length, dry_penalty_last_n, mirostat, mirostat_tau, mirostat_eta, n_probs,
+        samplers (names, in order), logit_bias ([[token, bias], ...], None for minus infinity),
+        ignore_eos (a bias on all tokens that end a turn), grammar (GBNF).
+        What is left out has llama.cpp's default. Temperature 0 is greedy.
 
     Raises:
         RequestError: an unknown field, a wrong type or value, a grammar that does not parse.
@@ -38,7 +39,8 @@ cdef class Sampler:
         try:
             data = json.dumps(dict(params or {}), allow_nan=False).encode()
         except (TypeError, ValueError) as error:
-            raise RequestError(f"the sampling parameters cannot be written as JSON: {error}") from None
+            reason = f"the sampling parameters cannot be written as JSON: {error}"
+            raise RequestError(reason) from None
         chars = data
         n_chars = len(data)
         self.model = model
@@ -68,7 +70,9 @@ cdef class Sampler:
         self.close()
 
     def sample(self, Context context not None, int row=-1):
-        """The token chosen from the logits of ``row`` of the last batch; -1 for its last output. Accepts nothing.
+        """The token chosen from the logits of ``row`` of the last batch; -1 for its last output.
+
+        The token is not accepted.
 
         Raises:
             RequestError: the row has no logits.

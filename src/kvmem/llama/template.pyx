@@ -13,7 +13,8 @@ __all__ = ["ChatTemplate"]
 cdef class ChatTemplate:
     """Owns one parsed template. Any number of threads may render at the same time.
 
-    model: whose template is used, and whose BOS and EOS texts it may name; read now, not kept. None needs a source.
+    model: whose template is used, and whose BOS and EOS texts it may name; read now, not kept.
+        None needs a source.
     source: Jinja text that replaces the model's template; empty for none.
 
     Raises:
@@ -58,7 +59,7 @@ cdef class ChatTemplate:
         self.close()
 
     def info(self):
-        """Source text, whether the model or the caller gave it, whether it can think, and llama.cpp's view of it."""
+        """Source, whether the model or the caller gave it, whether it can think, what it can do."""
         cdef char *text = NULL
         cdef size_t n_text = 0
         cdef c.kvmem_chat *handle = self.get()
