@@ -7,7 +7,7 @@ from typing import Self
 
 from kvmem.config import EngineConfig, MemoryConfig, MemoryFacts, ModelConfig, PoolSizes
 from kvmem.engine.facts import memory_facts
-from kvmem.engine.memory import Memory, PlainMemory, TieredMemory
+from kvmem.engine.memory import Memory, PlainMemory, TieredMemory, slack_blocks
 from kvmem.engine.session import Session
 from kvmem.engine.turns import Turns
 from kvmem.errors import ConfigError, StateError
@@ -67,7 +67,7 @@ class Engine:
         context = Context(
             self.model,
             n_ctx=sizes.workspace_tokens,
-            n_cells=sizes.pool_tokens if memory.enabled else 0,
+            n_cells=(sizes.n_slots + slack_blocks(memory)) * sizes.block_tokens if memory.enabled else 0,
             block_tokens=sizes.block_tokens if memory.enabled else 0,
             n_batch=memory.batch_tokens,
             n_ubatch=memory.ubatch,
@@ -78,7 +78,11 @@ class Engine:
             n_threads=config.model.threads,
             n_threads_batch=config.model.threads_batch,
         )
-        return TieredMemory(context, sizes, memory) if memory.enabled else PlainMemory(context)
+        try:
+            return TieredMemory(context, sizes, memory) if memory.enabled else PlainMemory(context)
+        except BaseException:
+            context.close()
+            raise
 
     @property
     def memory(self) -> Memory:

@@ -20,7 +20,7 @@ from kvmem.kv.working_set import WorkingSet
 from kvmem.llama.context import CancelToken, Context
 from kvmem.llama.memory import LlamaPort
 
-__all__ = ["Memory", "Outputs", "PlainMemory", "TieredMemory", "text_positions"]
+__all__ = ["Memory", "Outputs", "PlainMemory", "TieredMemory", "slack_blocks", "text_positions"]
 
 I32 = NDArray[np.int32]
 Outputs = Literal["last", "all", "none"] | Sequence[int]
@@ -31,6 +31,11 @@ def text_positions(start: int, stop: int) -> I32:
     pos = np.zeros((stop - start, 4), np.int32)
     pos[:, :3] = np.arange(start, stop, dtype=np.int32)[:, None]
     return pos
+
+
+def slack_blocks(config: MemoryConfig) -> int:
+    """Slots beyond budget and reserve: ordered placement shifts blocks through a free one."""
+    return 1 if config.ordered else 0
 
 
 class PlainMemory:
@@ -91,7 +96,7 @@ class TieredMemory:
             block_tokens=self.block_tokens,
             budget_blocks=sizes.n_budget_blocks,
             reserve_blocks=sizes.n_reserve_blocks,
-            slack_blocks=0,
+            slack_blocks=slack_blocks(config),
             budget=self.host,
             ordered=config.ordered,
         )

@@ -1,5 +1,5 @@
 # adapter/kvmem.h
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
+from libc.stdint cimport int64_t, uint32_t
 
 from kvmem.llama.c_llama cimport llama_context, llama_context_params, llama_model
 
@@ -16,31 +16,31 @@ cdef extern from "kvmem.h" nogil:
         KVMEM_ERR_DEVICE
 
     ctypedef struct kvmem_rope:
-        int32_t n_dims
-        int32_t mode
-        int32_t n_ctx_orig
-        int32_t offset
+        int n_dims
+        int mode
+        int n_ctx_orig
+        int offset
         float freq_base
         float freq_scale
         float ext_factor
         float attn_factor
         float beta_fast
         float beta_slow
-        int32_t sections[4]
-        int32_t n_freq_factors
+        int sections[4]
+        int n_freq_factors
         const float *freq_factors
 
     ctypedef void (*kvmem_dequantize)(const void *src, float *dst, int64_t n)
 
     ctypedef struct kvmem_layer:
-        int32_t il
-        int32_t n_head
-        int32_t n_head_kv
-        int32_t head_dim_k
-        int32_t head_dim_v
-        int32_t type_k
-        int32_t type_v
-        int32_t hadamard
+        int il
+        int n_head
+        int n_head_kv
+        int head_dim_k
+        int head_dim_v
+        int type_k
+        int type_v
+        int hadamard
         size_t k_row_bytes
         size_t v_row_bytes
         float kq_scale
@@ -49,10 +49,10 @@ cdef extern from "kvmem.h" nogil:
         kvmem_dequantize dequantize_k
 
     ctypedef struct kvmem_cell_meta:
-        int32_t pos[4]
-        int32_t token
-        int32_t x
-        int32_t y
+        int pos[4]
+        int token
+        int x
+        int y
 
     const char *kvmem_last_error()
     int kvmem_context_init(llama_model *model, const llama_context_params *params, uint32_t n_cells,
@@ -63,21 +63,21 @@ cdef extern from "kvmem.h" nogil:
     int kvmem_is_hybrid(const kvmem_memory *memory)
     void kvmem_memory_bytes(const kvmem_memory *memory, size_t *attention, size_t *recurrent)
 
-    int kvmem_cells_place(kvmem_memory *memory, const int32_t *cells, uint32_t n)
-    int kvmem_cells_publish(kvmem_memory *memory, int32_t cell, const kvmem_cell_meta *meta, uint32_t n)
-    int kvmem_cells_clear(kvmem_memory *memory, int32_t cell, uint32_t n)
-    int kvmem_cells_read(const kvmem_memory *memory, int32_t cell, int32_t *pos, uint32_t n)
+    int kvmem_cells_place(kvmem_memory *memory, const int *cells, uint32_t n)
+    int kvmem_cells_publish(kvmem_memory *memory, int cell, const kvmem_cell_meta *meta, uint32_t n)
+    int kvmem_cells_clear(kvmem_memory *memory, int cell, uint32_t n)
+    int kvmem_cells_read(const kvmem_memory *memory, int cell, int *pos, uint32_t n)
     uint32_t kvmem_cells_used(const kvmem_memory *memory)
 
     size_t kvmem_payload_bytes(const kvmem_memory *memory)
-    int kvmem_rows_get(kvmem_memory *memory, const int32_t *slots, uint8_t **payloads, uint32_t n)
-    int kvmem_rows_set(kvmem_memory *memory, const int32_t *slots, const uint8_t **payloads, uint32_t n)
-    int kvmem_rows_move(kvmem_memory *memory, int32_t source, int32_t target)
+    int kvmem_rows_get(kvmem_memory *memory, const int *slots, unsigned char **payloads, uint32_t n)
+    int kvmem_rows_set(kvmem_memory *memory, const int *slots, const unsigned char **payloads, uint32_t n)
+    int kvmem_rows_move(kvmem_memory *memory, int source, int target)
     const char *kvmem_transfer_name(const kvmem_memory *memory)
-    uint8_t *kvmem_host_alloc(kvmem_memory *memory, size_t n_bytes)
-    void kvmem_host_free(kvmem_memory *memory, uint8_t *data)
+    unsigned char *kvmem_host_alloc(kvmem_memory *memory, size_t n_bytes)
+    void kvmem_host_free(kvmem_memory *memory, unsigned char *data)
 
-    int kvmem_tap_begin(kvmem_memory *memory, const int32_t *layers, uint32_t n_layers, const int32_t *rows,
+    int kvmem_tap_begin(kvmem_memory *memory, const int *layers, uint32_t n_layers, const int *rows,
                         uint32_t n_rows, float *out)
     int kvmem_tap_end(kvmem_memory *memory)
 
