@@ -1,0 +1,154 @@
+"""Messages of a request, in OpenAI's shape."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvmem.chat.fields import FieldError, read_list, read_object, read_text
+from kvmem.errors import UnsupportedContentError
+
+__all__ = ["Message", "ToolCall", "read_messages"]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that an earlier reply made. arguments: JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message. parts: its texts, in order; a plain string is one part, no content is none."""
+
+    role: str
+    parts: tuple[str, ...] = ()
+    is_list: bool = False
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    def with_parts(self, parts: tuple[str, ...]) -> "Message":
+        """The same message with other texts."""
+        return Message(
+            role=self.role,
+            parts=parts,
+            is_list=self.is_list,
+            reasoning=self.reasoning,
+            tool_calls=self.tool_calls,
+            tool_call_id=self.tool_call_id,
+            name=self.name,
+        )
+
+    def for_template(self) -> dict[str, Any]:
+        """As the template reads it."""
+        content: object = self.text
+        if self.is_list:
+            content = [{"type": "text", "text": part} for part in self.parts]
+        fields: dict[str, Any] = {"role": self.role, "content": content}
+        if self.reasoning is not None:
+            fields["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            fields["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id is not None:
+            fields["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            fields["name"] = self.name
+        return fields
+
+
+def read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
+    """The messages of a request body. Raises FieldError and UnsupportedContentError."""
+    messages = read_list(body, "messages")
+    if not messages:
+        raise FieldError("messages", "must be a list with at least one message")
+    return tuple(_read_message(item, f"messages[{i}]") for i, item in enumerate(messages))
+
+
+def _read_message(item: object, path: str) -> Message:
+    if not isinstance(item, dict):
+        raise FieldError(path, "must be an object")
+    role = read_text(item, "role", path=f"{path}.")
+    if role not in ROLES:
+        raise FieldError(f"{path}.role", f"must be one of {', '.join(ROLES)}")
+    content = item.get("content")
+    parts: tuple[str, ...] = ()
+    if isinstance(content, str):
+        parts = (content,)
+    elif isinstance(content, list):
+        parts = tuple(_read_part(part, f"{path}.content[{i}]") for i, part in enumerate(content))
+    elif content is not None:
+        raise FieldError(f"{path}.content", "must be a string, a list of parts or null")
+    return Message(
+        role=role,
+        parts=parts,
+        is_list=isinstance(content, list),
+        reasoning=read_text(item, "reasoning_content", path=f"{path}."),
+        tool_calls=_read_tool_calls(item, path),
+        tool_call_id=read_text(item, "tool_call_id", path=f"{path}."),
+        name=read_text(item, "name", path=f"{path}."),
+    )
+
+
+def _read_part(part: object, path: str) -> str:
+    if not isinstance(part, dict):
+        raise FieldError(path, "must be an object")
+    kind = read_text(part, "type", path=f"{path}.")
+    if kind != "text":
+        raise UnsupportedContentError(f"{path} has the type {kind!r}; only text can be read")
+    text = read_text(part, "text", path=f"{path}.")
+    if text is None:
+        raise FieldError(f"{path}.text", "must be given")
+    return text
+
+
+def _read_tool_calls(item: dict[str, Any], path: str) -> tuple[ToolCall, ...]:
+    calls = []
+    for index, call in enumerate(read_list(item, "tool_calls", path=f"{path}.") or []):
+        where = f"{path}.tool_calls[{index}]"
+        if not isinstance(call, dict):
+            raise FieldError(where, "must be an object")
+        function = read_object(call, "function", path=f"{where}.") or {}
+        name = read_text(function, "name", path=f"{where}.function.")
+        if not name:
+            raise FieldError(f"{where}.function.name", "must be given")
+        calls.append(
+            ToolCall(
+                id=read_text(call, "id", path=f"{where}.") or "",
+                name=name,
+                arguments=_read_arguments(function, f"{where}.function.arguments"),
+            )
+        )
+    return tuple(calls)
+
+
+def _read_arguments(function: dict[str, Any], path: str) -> str:
+    """JSON text of an object; some clients send the object itself, or nothing."""
+    value = function.get("arguments")
+    if value is None or value == "":
+        return "{}"
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise FieldError(path, "must hold JSON") from None
+    if not isinstance(value, dict):
+        raise FieldError(path, "must hold a JSON object")
+    return json.dumps(value, ensure_ascii=False)
