@@ -44,7 +44,9 @@ function(kvmem_cython package language)
             VERBATIM)
         set(target kvmem_${package}_${name})
         python_add_library(${target} MODULE WITH_SOABI ${generated})
-        set_target_properties(${target} PROPERTIES OUTPUT_NAME ${name} INSTALL_RPATH "$ORIGIN/../lib")
+        # Not the build folder itself: Cython runs there, and would import kv/select for Python's select.
+        set_target_properties(${target} PROPERTIES OUTPUT_NAME ${name} INSTALL_RPATH "$ORIGIN/../lib"
+            LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/modules/${package})
         target_include_directories(${target} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src/kvmem/${package})
         target_compile_options(${target} PRIVATE -O3 -Wno-unused-function)
         if(KVMEM_SANITIZE)
