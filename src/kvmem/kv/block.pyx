@@ -84,7 +84,7 @@ cdef class BlockTable:
         self._capacity_tokens = n
 
     cdef int append(self, const Token *tokens, const Pos *pos, int n, long long when) except -1:
-        """Add n tokens; `grow` made room for them. pos: [n, 4]. New blocks count as selected then."""
+        """Add n tokens, pos: [n, 4]; `grow` made room for them. New blocks count as selected."""
         cdef BlockId block
         if n == 0:
             return 0

@@ -29,11 +29,11 @@ cdef class DevicePort:
     cdef int publish(self, CellId cell, const CellMeta *meta, int n) except -1
     # Forget n cells; empty ones are no error. With cells of the device it never fails.
     cdef int clear(self, CellId cell, int n) except -1
-    # For check(): 1 if the cell holds a token (then meta is filled, with token -1 where the device
-    # keeps positions only), 0 if it is empty, -1 if the device cannot tell.
+    # For check(): 1 if the cell holds a token (then meta is filled; token -1 if the device keeps
+    # only positions), 0 if it is empty, -1 if the device cannot tell.
     cdef int peek(self, CellId cell, CellMeta *meta) except -2
 
-    # Host memory that this device copies fast from and to; 4 KiB aligned. MemoryError if there is none.
+    # Host memory, 4 KiB aligned, that this device copies fast from and to; or MemoryError.
     cdef unsigned char *slab_alloc(self, size_t n_bytes) except NULL
     cdef void slab_free(self, unsigned char *slab, size_t n_bytes) noexcept
 
@@ -45,7 +45,7 @@ cdef class ArrayPort(DevicePort):
     cdef int _n_placed
     cdef int _fail_at
     cdef object _rows_array
-    cdef unsigned char[::1] _rows       # per tensor [n_cells, row_bytes[tensor]], one after the other
+    cdef unsigned char[::1] _rows       # tensor after tensor, [n_cells, row_bytes[tensor]]
     cdef size_t[::1] _row_bytes
     cdef size_t[::1] _tensor_offset
     cdef int[:, ::1] _meta              # CellMeta per cell
@@ -54,5 +54,6 @@ cdef class ArrayPort(DevicePort):
 
     cdef int _count_operation(self, str what, SlotId slot) except -1
     cdef void _copy_out(self, SlotId slot, unsigned char *payload, size_t n_bytes) noexcept nogil
-    cdef void _copy_in(self, SlotId slot, const unsigned char *payload, size_t n_bytes) noexcept nogil
+    cdef void _copy_in(self, SlotId slot, const unsigned char *payload,
+                       size_t n_bytes) noexcept nogil
     cdef int _require_empty(self, CellId cell, int n) except -1

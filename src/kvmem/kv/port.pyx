@@ -301,7 +301,8 @@ cdef class ArrayPort(DevicePort):
             if n_bytes == 0:
                 break
 
-    cdef void _copy_in(self, SlotId slot, const unsigned char *payload, size_t n_bytes) noexcept nogil:
+    cdef void _copy_in(self, SlotId slot, const unsigned char *payload,
+                       size_t n_bytes) noexcept nogil:
         cdef Py_ssize_t tensor
         cdef size_t whole, n
         for tensor in range(self._row_bytes.shape[0]):

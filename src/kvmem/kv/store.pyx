@@ -8,7 +8,7 @@ from kvmem.errors import CapacityError
 
 from kvmem.kv.budget cimport HostBudget
 
-__all__ = ["HostBudget", "HostStore"]
+__all__ = ["HostStore"]
 
 cdef size_t PAGE_BYTES = 4096
 cdef size_t LINE_BYTES = 64

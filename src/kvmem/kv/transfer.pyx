@@ -67,9 +67,10 @@ cdef class Stager:
         """Carry out a Placement; returns a Transfer.
 
         Raises:
-            CapacityError: a leaving block has no copy and the host limit is reached; nothing changed.
-            TransferError: a copy failed. Leaving blocks may have left with a copy, moves may be done,
-                incoming blocks are absent.
+            CapacityError: a leaving block has no copy and the host limit is reached; nothing
+                changed.
+            TransferError: a copy failed. Leaving blocks may have left with a copy, moves may be
+                done, incoming blocks are absent.
         """
         cdef const int[::1] leaving = placement.leaving
         cdef const int[:, ::1] moves = placement.moves

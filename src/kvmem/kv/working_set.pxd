@@ -11,7 +11,7 @@ cdef class WorkingSet:
     cdef readonly int block_tokens
     cdef readonly size_t payload_bytes    # K and V of one block
     cdef readonly bint ordered
-    cdef readonly int n_pending           # tokens that are prepared, neither committed nor rolled back
+    cdef readonly int n_pending           # tokens prepared, not yet committed or rolled back
     cdef DevicePort _port
     cdef HostBudget _budget
     cdef BlockTable _table

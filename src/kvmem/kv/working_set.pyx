@@ -466,7 +466,7 @@ cdef class WorkingSet:
         self._stager.forget_fresh(0)
 
     def check(self):
-        """Raises AssertionError that names the first broken invariant; for tests, after any call."""
+        """Raises AssertionError that names the first broken invariant; for tests, any time."""
         check_memory(self._port, self._table, self._residency, self._store, self._budget,
                      self.n_pending)
 
