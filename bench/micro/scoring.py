@@ -99,8 +99,9 @@ def main() -> None:
         n_bytes = summaries.n_slices * len(chosen) * (HEAD_DIM + 2)
         flop = 2 * summaries.n_slices * len(chosen) * HEAD_DIM * GROUP * args.rows
         print(
-            f"score: {len(chosen)} pairs, slices of {slice_tokens}, {args.rows} rows, {args.tokens} tokens: "
-            f"{median:.0f} ms ({best:.0f}-{worst:.0f}, n={args.runs}), {n_bytes / median / 1e6:.2f} GB/s, "
+            f"score: {len(chosen)} pairs, slices of {slice_tokens}, {args.rows} rows, "
+            f"{args.tokens} tokens: {median:.0f} ms ({best:.0f}-{worst:.0f}, n={args.runs}), "
+            f"{n_bytes / median / 1e6:.2f} GB/s, "
             f"{flop / median / 1e6:.0f} GFLOP/s; {summaries.bytes_per_token:.0f} B/token; "
             f"summary of a block {per_block:.2f} ms"
         )
@@ -115,8 +116,8 @@ def main() -> None:
         asked = ids[rng.integers(0, len(ids), n)]
         median, best, worst = median_ms(lambda asked=asked: index.score(asked), args.runs)  # type: ignore[misc]
         print(
-            f"lexical: {n} query tokens, {args.tokens} tokens: {median:.2f} ms ({best:.2f}-{worst:.2f}, "
-            f"n={args.runs}); append {per_block:.4f} ms a block"
+            f"lexical: {n} query tokens, {args.tokens} tokens: {median:.2f} ms "
+            f"({best:.2f}-{worst:.2f}, n={args.runs}); append {per_block:.4f} ms a block"
         )
 
 

@@ -1,4 +1,4 @@
-"""Chunks: zeroed memory that grows by equal pieces, never moves, and is counted in a host budget."""
+"""Chunks: zeroed memory that grows by equal pieces, never moves, and is counted in a budget."""
 
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset

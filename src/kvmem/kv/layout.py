@@ -91,12 +91,20 @@ class RopeSpec:
         _require(self.mode in _ROPE_MODES, "rope.mode", self.mode, f"one of {_ROPE_MODES}")
         _require(self.n_dims > 0 and self.n_dims % 2 == 0, "rope.n_dims", self.n_dims, "even, >= 2")
         _require(self.offset >= 0, "rope.offset", self.offset, ">= 0")
-        _require(self.freq_base > 1 and isfinite(self.freq_base), "rope.freq_base", self.freq_base, "> 1")
         _require(
-            self.freq_scale > 0 and isfinite(self.freq_scale), "rope.freq_scale", self.freq_scale, "> 0"
+            self.freq_base > 1 and isfinite(self.freq_base), "rope.freq_base", self.freq_base, "> 1"
         )
         _require(
-            self.attn_factor > 0 and isfinite(self.attn_factor), "rope.attn_factor", self.attn_factor, "> 0"
+            self.freq_scale > 0 and isfinite(self.freq_scale),
+            "rope.freq_scale",
+            self.freq_scale,
+            "> 0",
+        )
+        _require(
+            self.attn_factor > 0 and isfinite(self.attn_factor),
+            "rope.attn_factor",
+            self.attn_factor,
+            "> 0",
         )
         if self.ext_factor != 0:
             _require(self.n_ctx_orig > 0, "rope.n_ctx_orig", self.n_ctx_orig, "> 0 with YaRN")
@@ -115,7 +123,8 @@ class RopeSpec:
             )
         if self.freq_factors is not None:
             _require(
-                len(self.freq_factors) >= self.n_dims // 2 and all(f > 0 for f in self.freq_factors),
+                len(self.freq_factors) >= self.n_dims // 2
+                and all(f > 0 for f in self.freq_factors),
                 "rope.freq_factors",
                 len(self.freq_factors),
                 f"at least n_dims / 2 = {self.n_dims // 2} positive values",
@@ -129,8 +138,8 @@ class LayerLayout:
     rope_k, rope_q: None where the layer has no rotation. `hadamard`: size of the Walsh-Hadamard
     blocks that K and Q were multiplied with before they met, 0 for none.
     `attn_scale`: factor of q.k inside softmax; None means 1 / sqrt(head_dim_k).
-    `dequantize`: address of a C function `void (const void *src, float *dst, int64_t n)` for type_k;
-    it must be safe without the GIL and from any thread.
+    `dequantize`: address of a C function `void (const void *src, float *dst, int64_t n)` for
+    type_k; it must be safe without the GIL and from any thread.
     """
 
     il: int
@@ -164,7 +173,9 @@ class LayerLayout:
             ("k", self.type_k, self.head_dim_k, self.k_row_bytes),
             ("v", self.type_v, self.head_dim_v, self.v_row_bytes),
         ):
-            _require(type_id in KV_TYPES, where + f"type_{name}", type_id, f"one of {sorted(KV_TYPES)}")
+            _require(
+                type_id in KV_TYPES, where + f"type_{name}", type_id, f"one of {sorted(KV_TYPES)}"
+            )
             kind = KV_TYPES[type_id]
             values = dim * self.n_head_kv
             _require(
@@ -173,7 +184,9 @@ class LayerLayout:
                 row_bytes,
                 f"at least {values} values of {kind.name}, in whole groups of {kind.block}",
             )
-        _require(self.dequantize != 0, where + "dequantize", self.dequantize, "a function's address")
+        _require(
+            self.dequantize != 0, where + "dequantize", self.dequantize, "a function's address"
+        )
         _require(
             self.hadamard == 0
             or (self.hadamard & (self.hadamard - 1) == 0 and self.head_dim_k % self.hadamard == 0),
@@ -213,8 +226,12 @@ class KvLayout:
         _require(len(self.layers) > 0, "layers", len(self.layers), "at least one")
         regions = []
         for layer in self.layers:
-            regions.append((layer.k_offset, self.block_tokens * layer.k_row_bytes, f"K of {layer.il}"))
-            regions.append((layer.v_offset, self.block_tokens * layer.v_row_bytes, f"V of {layer.il}"))
+            regions.append(
+                (layer.k_offset, self.block_tokens * layer.k_row_bytes, f"K of {layer.il}")
+            )
+            regions.append(
+                (layer.v_offset, self.block_tokens * layer.v_row_bytes, f"V of {layer.il}")
+            )
         end = 0
         for offset, n_bytes, name in sorted(region for region in regions if region[1]):
             _require(

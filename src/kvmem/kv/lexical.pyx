@@ -3,11 +3,11 @@
     idf(t)   = ln(1 + (N - n_t + 0.5) / (n_t + 0.5)), n_t of N units hold token t
     score(u) = sum of idf(t) over the distinct tokens t of the query that unit u holds
     score(b) = max over the units of b
-The idf is BM25's (Robertson and Zaragoza, The Probabilistic Relevance Framework, 2009, section 3.1);
-units are too short for term counts or length to matter.
+The idf is BM25's (Robertson and Zaragoza, The Probabilistic Relevance Framework, 2009, section
+3.1); units are too short for term counts or length to matter.
 
-No postings: a unit keeps its distinct ids (4 bytes a token), a query counts and scores in two scans.
-That makes truncation free, and 256K tokens take about a millisecond.
+No postings: a unit keeps its distinct ids (4 bytes a token), a query counts and scores in two
+scans. That makes truncation free, and 256K tokens take about a millisecond.
 """
 
 from libc.math cimport log
@@ -69,14 +69,17 @@ cdef class LexicalIndex:
 
     cdef int *_unit(self, int unit) noexcept nogil:
         cdef int per_chunk = self._blocks_per_chunk * self.units_per_block
-        return <int *>self._chunks.at(unit // per_chunk) + <size_t>(unit % per_chunk) * self.unit_tokens
+        cdef int *ids = <int *>self._chunks.at(unit // per_chunk)
+        return ids + <size_t>(unit % per_chunk) * self.unit_tokens
 
     def add(self, int block, const int[::1] tokens not None):
         """Append the next block. tokens: i32 [block_tokens]. Raises StateError, CapacityError."""
-        cdef int i, at, n, unit, token
+        cdef int i, at, n, unit, token, end
         cdef int *ids
         if block != self.n_blocks:
-            raise StateError(f"tokens of block {block} are out of order: the next is {self.n_blocks}")
+            raise StateError(
+                f"tokens of block {block} are out of order: the next is {self.n_blocks}"
+            )
         if tokens.shape[0] != self.block_tokens:
             raise ValueError(f"{tokens.shape[0]} tokens for a block of {self.block_tokens}")
         self._chunks.reserve(block // self._blocks_per_chunk + 1)
@@ -85,7 +88,8 @@ cdef class LexicalIndex:
                 ids = self._unit(block * self.units_per_block + unit)
                 memset(ids, 0xff, self.unit_tokens * sizeof(int))
                 n = 0
-                for i in range(unit * self.unit_tokens, min((unit + 1) * self.unit_tokens, self.block_tokens)):
+                end = min((unit + 1) * self.unit_tokens, self.block_tokens)
+                for i in range(unit * self.unit_tokens, end):
                     token = tokens[i]
                     at = n
                     while at > 0 and ids[at - 1] > token:

@@ -39,15 +39,15 @@ class Query:
         cls,
         layout: KvLayout,
         pairs: Sequence[tuple[int, int]],
-        rows: Sequence[NDArray[np.float32]],
+        rows: Sequence[NDArray[np.float32]] | NDArray[np.float32],
         pos: NDArray[np.int32],
         tokens: Sequence[int] | NDArray[np.int32] = (),
         max_rows: int = MAX_ROWS,
     ) -> "Query":
         """Un-rotate what the query tap read for the content tokens.
 
-        rows: for each layer of the layout f32 [n_rows, n_head, head_dim_k], rotated (one array
-        [n_layers, n_rows, n_head, head_dim_k] will do); pos: i32 [n_rows, 4]. Both are left as they are.
+        rows: for each layer of the layout f32 [n_rows, n_head, head_dim_k], rotated; one array
+        [n_layers, n_rows, n_head, head_dim_k] will do. pos: i32 [n_rows, 4]. Neither is changed.
         """
         if len(rows) != len(layout.layers):
             raise ValueError(f"rows of {len(rows)} layers for a layout of {len(layout.layers)}")
@@ -58,7 +58,9 @@ class Query:
             layer = layout.layers[index]
             expected = (len(pos), layer.n_head, layer.head_dim_k)
             if rows[index].shape != expected:
-                raise ValueError(f"rows of layer {layer.il} are {rows[index].shape}, not {expected}")
+                raise ValueError(
+                    f"rows of layer {layer.il} are {rows[index].shape}, not {expected}"
+                )
             picked = np.array(rows[index][chosen], np.float32, order="C")
             unrotate(picked, picked_pos, layer.rope_q, layer.hadamard)
             picked.setflags(write=False)
@@ -72,5 +74,7 @@ class Query:
 
     def heads(self, pair: Pair) -> NDArray[np.float32]:
         """The query heads that read this KV head: f32 [n_rows, group, head_dim_k], a view."""
+        if pair.layer not in self.layers:
+            raise ValueError(f"the query has no rows of layer index {pair.layer}")
         group = self.layout.layers[pair.layer].group
         return self.layers[pair.layer][:, pair.kv_head * group : (pair.kv_head + 1) * group]

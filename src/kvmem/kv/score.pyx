@@ -3,8 +3,8 @@
     p[h,t,s] = softmax over all slices s of (q[h,t] . key[s] * attn_scale)
     score(b) = sum over pairs, heads h of the pair, rows t, slices s in b of w_h * p[h,t,s]^power
 power 2 lets rows that know speak louder than rows that do not; power 1 is attention mass.
-Source: docs/retrieval.md. The softmax is streamed: each chunk of slices is reduced by its own maximum,
-and rescaled once the whole history's maximum and sum are known.
+Source: docs/retrieval.md. The softmax is streamed: each chunk of slices is reduced by its own
+maximum, and rescaled once the whole history's maximum and sum are known.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -45,10 +45,11 @@ cdef struct Chunk:
 
 
 cdef int _score_pair(
-    const Chunk *chunks, int n_chunks, size_t key_offset, size_t scale_offset, int dim, size_t width,
-    const float *query, const float *weight, int n_groups, int power, float *score, int chunk_slices,
+    const Chunk *chunks, int n_chunks, size_t key_offset, size_t scale_offset, int dim,
+    size_t width, const float *query, const float *weight, int n_groups, int power, float *score,
+    int chunk_slices,
 ) noexcept nogil:
-    """Add one pair's powers to score [n_slices]. query: packed groups of KV_ROWS rows. -1: no memory."""
+    """Add one pair's powers to score. query: packed groups of KV_ROWS rows. -1: no memory."""
     cdef size_t rows_per_pass = MAX_PROBABILITIES // width // KV_ROWS * KV_ROWS
     cdef int groups_per_pass = <int>(rows_per_pass // KV_ROWS) if rows_per_pass >= KV_ROWS else 1
     cdef int first, groups, rows, row, c, status = 0
@@ -150,7 +151,7 @@ cdef _PairScore _snapshot(KeySummaries summaries, int n_blocks):
 
 
 def _pack(rows, weights):
-    """Rows f32 [n, dim] in groups of KV_ROWS, padded with rows of weight 0: [groups, dim, KV_ROWS]."""
+    """Rows f32 [n, dim] as [groups, dim, KV_ROWS], filled up with rows of weight 0; and weights."""
     n, dim = rows.shape
     groups = -(-n // KV_ROWS)
     padded = np.zeros((groups * KV_ROWS, dim), np.float32)
@@ -167,8 +168,8 @@ def score_slices(
     """Score every slice of the summarised history: f32 [n_slices].
 
     rows: for each pair of the summaries f32 [n_rows, head_dim], attn_scale multiplied in.
-    weights: for each pair f32 [n_rows]. power: >= 1. Pairs are shared out over `threads`; the result
-    does not depend on their number.
+    weights: for each pair f32 [n_rows]. power: >= 1. Pairs are shared out over `threads`; the
+    result does not depend on their number.
     """
     cdef int n_blocks = summaries.n_blocks
     cdef int n_pairs = len(summaries.pairs)
@@ -179,7 +180,9 @@ def score_slices(
         raise ValueError(f"power {power} and threads {threads} must be >= 1")
     for pair in range(n_pairs):
         if rows[pair].ndim != 2 or rows[pair].shape[1] != summaries._dim[pair]:
-            raise ValueError(f"rows of pair {pair} are {rows[pair].shape}, keys have {summaries._dim[pair]}")
+            raise ValueError(
+                f"rows of pair {pair} are {rows[pair].shape}, keys have {summaries._dim[pair]} dims"
+            )
     if n_blocks == 0 or all(len(r) == 0 for r in rows):
         return np.zeros(n_blocks * summaries.slices_per_block, np.float32)
 
@@ -217,12 +220,10 @@ def score_blocks(
     n_pairs = len(summaries.pairs)
     given = np.ones(n_pairs, np.float32) if weights is None else np.asarray(weights, np.float32)
     if given.ndim not in (1, 2) or len(given) != n_pairs or not np.isfinite(given).all():
-        raise ValueError(f"weights are {given.shape}, {n_pairs} pairs need finite [n_pairs(, group)]")
+        raise ValueError(f"weights are {given.shape}, not finite [{n_pairs}] or [{n_pairs}, group]")
     rows = []
     row_weights = []
     for index, pair in enumerate(summaries.pairs):
-        if pair.layer not in query.layers:
-            raise ValueError(f"the query has no rows of layer index {pair.layer}")
         heads = query.heads(pair)
         n_rows, group, dim = heads.shape
         scale = summaries.layout.layers[pair.layer].score_scale

@@ -29,7 +29,7 @@ F32 = NDArray[np.float32]
 
 DEFAULT_SCORER = "fused"
 
-# Without calibration all pairs score, over slices of 8: half the bytes, .80 of the facts against .92.
+# Without calibration all pairs score; slices of 8 halve the bytes (docs/retrieval.md).
 UNCALIBRATED_SLICE_TOKENS = 8
 
 # Damping of reciprocal-rank fusion: a first place counts 1/11. Source: docs/retrieval.md.
@@ -91,9 +91,13 @@ def fuse(first: F32, second: F32) -> F32:
 
 def _need_heads(name: str, inputs: ScoreInputs) -> tuple[Query, KeySummaries]:
     if inputs.query is None or inputs.summaries is None:
-        raise ConfigError("scorer", name, "one that needs no query rows and key summaries: there are none")
+        raise ConfigError(
+            "scorer", name, "one that needs no query rows and key summaries: there are none"
+        )
     if inputs.summaries.n_blocks != inputs.n_blocks:
-        raise StateError(f"{inputs.summaries.n_blocks} blocks are summarised, not {inputs.n_blocks}")
+        raise StateError(
+            f"{inputs.summaries.n_blocks} blocks are summarised, not {inputs.n_blocks}"
+        )
     return inputs.query, inputs.summaries
 
 
@@ -111,22 +115,28 @@ def _cosine(name: str, inputs: ScoreInputs) -> tuple[F32, F32]:
     # The reference's score: cosine of the block's mean key and the query's mean over tokens and
     # group heads, averaged over heads, then over layers.
     query, summaries = _need_heads(name, inputs)
+    edges = np.zeros((inputs.n_blocks, 2), np.float32)
+    if query.n_rows == 0:
+        return np.zeros(inputs.n_blocks, np.float32), edges
     by_layer: dict[int, list[NDArray[np.float64]]] = {}
     for index, pair in enumerate(summaries.pairs):
         asked = query.heads(pair).mean(axis=(0, 1), dtype=np.float64)
-        keys = summaries.keys(index).reshape(inputs.n_blocks, summaries.slices_per_block, -1)
-        mean = keys.mean(axis=1, dtype=np.float64)
-        norm = np.linalg.norm(mean, axis=1) * np.linalg.norm(asked) + COSINE_EPSILON
-        by_layer.setdefault(pair.layer, []).append(mean @ asked / norm)
+        keys = summaries.block_keys(index).astype(np.float64)
+        norm = np.linalg.norm(keys, axis=1) * np.linalg.norm(asked) + COSINE_EPSILON
+        by_layer.setdefault(pair.layer, []).append(keys @ asked / norm)
     blocks = np.mean([np.mean(heads, axis=0) for heads in by_layer.values()], axis=0)
-    return blocks.astype(np.float32), np.zeros((inputs.n_blocks, 2), np.float32)
+    return blocks.astype(np.float32), edges
 
 
 def _lexical(name: str, inputs: ScoreInputs) -> tuple[F32, F32]:
     if inputs.query is None or inputs.lexical is None:
-        raise ConfigError("scorer", name, "one that needs no query tokens and token index: there are none")
+        raise ConfigError(
+            "scorer", name, "one that needs no query tokens and token index: there are none"
+        )
     if inputs.lexical.n_blocks != inputs.n_blocks:
-        raise StateError(f"tokens of {inputs.lexical.n_blocks} blocks are indexed, not {inputs.n_blocks}")
+        raise StateError(
+            f"tokens of {inputs.lexical.n_blocks} blocks are indexed, not {inputs.n_blocks}"
+        )
     units = inputs.lexical.score(inputs.query.tokens)
     return units.max(axis=1), np.ascontiguousarray(units[:, [0, -1]])
 

@@ -22,7 +22,8 @@ cdef struct HeadPlan:
     int kv_head
     int pair               # index in KeySummaries.pairs
 
-# Keys of a chunk: for each pair int8 [chunk_tiles][head_dim][lanes], then half scales [chunk_slices].
+# A chunk holds for each pair: int8 keys [chunk_tiles][head_dim][lanes], then half scales
+# [chunk_slices].
 cdef class KeySummaries:
     cdef readonly object layout
     cdef readonly tuple pairs
@@ -44,6 +45,7 @@ cdef class KeySummaries:
     cdef float *_row               # scratch: one dequantised row
     cdef float *_mean              # scratch: mean keys of one layer's heads
 
+    cdef _means(self, int pair, int n_together)
     cdef void _compute(self, int block, const unsigned char *payload, const int *pos,
                        unsigned char *chunk) noexcept nogil
     cdef void _write(self, unsigned char *chunk, int at, int pair, float *total) noexcept nogil

@@ -3,7 +3,7 @@
 A slice is `slice_tokens` consecutive tokens of a block; a pair is one KV head of one layer.
 The keys come from the stored K rows: dequantise, undo Hadamard, undo the rotation, average.
     key[s] = scale[s] * int8,  scale[s] = half(max|mean| / 127)
-Mean pre-RoPE keys as a block's summary: KVMem paper; why slices, int8 and few pairs: docs/retrieval.md.
+Source: the KVMem paper for mean pre-RoPE keys; docs/retrieval.md for slices, int8 and pairs.
 
 Layout for scoring: 16 slices lie side by side (a tile), so that one vector holds the same dim of 16
 keys; tiles of a pair follow each other within a chunk.
@@ -73,7 +73,7 @@ cdef class KeySummaries:
             )
         for layer, head in self.pairs:
             if not (0 <= layer < len(layout.layers) and 0 <= head < layout.layers[layer].n_head_kv):
-                raise ConfigError("pair", (layer, head), "a layer of the layout and one of its KV heads")
+                raise ConfigError("pair", (layer, head), "a layer of the layout and its KV head")
         self.slices_per_block = layout.block_tokens // slice_tokens
         self.blocks_per_chunk = max(1, CHUNK_SLICES // self.slices_per_block)
         slices = self.blocks_per_chunk * self.slices_per_block
@@ -175,16 +175,21 @@ cdef class KeySummaries:
         self._chunks.reserve((n_blocks + self.blocks_per_chunk - 1) // self.blocks_per_chunk)
 
     def add(self, int block, size_t payload, const int[:, ::1] pos not None):
-        """Summarise the next block. payload: address of its K and V rows; pos: i32 [block_tokens, 4].
+        """Summarise the next block.
 
-        Raises StateError out of order, CapacityError when the budget is full; then nothing changed.
+        payload: address of its K and V rows; pos: i32 [block_tokens, 4]. Raises StateError out of
+        order, CapacityError when the budget is full; then nothing changed.
         """
         cdef unsigned char *chunk
         cdef int block_tokens = self.layout.block_tokens
         if block != self.n_blocks:
-            raise StateError(f"summary of block {block} is out of order: the next one is {self.n_blocks}")
+            raise StateError(
+                f"summary of block {block} is out of order: the next is {self.n_blocks}"
+            )
         if pos.shape[0] != block_tokens or pos.shape[1] != 4:
-            raise ValueError(f"pos is {pos.shape[0]} x {pos.shape[1]}, a block needs {block_tokens} x 4")
+            raise ValueError(
+                f"pos is {pos.shape[0]} x {pos.shape[1]}, a block needs {block_tokens} x 4"
+            )
         if payload == 0:
             raise ValueError("payload is a null address")
         self.reserve(block + 1)
@@ -203,39 +208,53 @@ cdef class KeySummaries:
             self._chunks.shrink((n_blocks + self.blocks_per_chunk - 1) // self.blocks_per_chunk)
 
     def recompute(self, pairs, records, slice_tokens=None):
-        """A new KeySummaries over other pairs (or slices) of the same blocks; this one is unchanged.
+        """A new KeySummaries over other pairs (or slices) of the same blocks; this one stays.
 
-        records(n_blocks) yields (payload address, pos) of blocks 0 .. n_blocks - 1 in order. While it
-        runs both are held; on an error the new one's bytes are given back.
+        records(n_blocks) yields (payload address, pos) of blocks 0 .. n_blocks - 1 in order. While
+        it runs both are held; on an error the new one's bytes are given back.
         """
         fresh = KeySummaries(self.layout, pairs, slice_tokens or self.slice_tokens, self._budget)
         for payload, pos in records(self.n_blocks):
             fresh.add(fresh.n_blocks, payload, pos)
         if fresh.n_blocks != self.n_blocks:
-            raise StateError(f"{fresh.n_blocks} records were given, {self.n_blocks} blocks are summarised")
+            raise StateError(
+                f"{fresh.n_blocks} records were given, {self.n_blocks} blocks are summarised"
+            )
         return fresh
 
     def keys(self, int pair):
         """The keys of one pair as they score: f32 [n_slices, head_dim], a copy."""
-        cdef int n_slices = self.n_blocks * self.slices_per_block
-        cdef int slice_, i, dim, chunk, at, used = self.blocks_per_chunk * self.slices_per_block
+        return self._means(pair, 1)
+
+    def block_keys(self, int pair):
+        """The mean key of each block for one pair: f32 [n_blocks, head_dim]."""
+        return self._means(pair, self.slices_per_block)
+
+    cdef _means(self, int pair, int n_together):
+        """Means of n_together slices, a divisor of a block's."""
+        cdef int n_blocks = self.n_blocks
+        cdef int block, i, dim, row, at, rows_per_block = self.slices_per_block // n_together
         cdef float scale
-        cdef const unsigned char *base
+        cdef const unsigned char *chunk
+        cdef const uint16_t *scales
         cdef const int8_t *column
         if not 0 <= pair < len(self.pairs):
             raise IndexError(f"pair {pair} of {len(self.pairs)}")
         dim = self._dim[pair]
-        out = np.empty((n_slices, dim), np.float32)
+        out = np.zeros((n_blocks * rows_per_block, dim), np.float32)
         cdef float[:, ::1] view = out
-        for slice_ in range(n_slices):
-            chunk = slice_ // used
-            at = slice_ % used
-            base = self._chunks.at(chunk)
-            scale = kv_half_to_float((<const uint16_t *>(base + self._scale_offset[pair]))[at])
-            column = <const int8_t *>(base + self._key_offset[pair])
-            column += <size_t>(at // KV_LANES) * dim * KV_LANES + at % KV_LANES
-            for i in range(dim):
-                view[slice_, i] = scale * column[i * KV_LANES]
+        for block in range(n_blocks):
+            chunk = self._chunks.at(block // self.blocks_per_chunk)
+            at = block % self.blocks_per_chunk * self.slices_per_block
+            for row in range(block * rows_per_block, (block + 1) * rows_per_block):
+                for _ in range(n_together):
+                    scales = <const uint16_t *>(chunk + self._scale_offset[pair])
+                    scale = kv_half_to_float(scales[at]) / n_together
+                    column = <const int8_t *>(chunk + self._key_offset[pair])
+                    column += <size_t>(at // KV_LANES) * dim * KV_LANES + at % KV_LANES
+                    for i in range(dim):
+                        view[row, i] += scale * column[i * KV_LANES]
+                    at += 1
         return out
 
     cdef void _compute(self, int block, const unsigned char *payload, const int *pos,
@@ -263,7 +282,9 @@ cdef class KeySummaries:
                     for head in range(plan.n_heads):
                         values = self._row + heads[head].kv_head * dim
                         if plan.head_bytes:
-                            plan.dequantize(source + heads[head].kv_head * plan.head_bytes, values, dim)
+                            plan.dequantize(
+                                source + heads[head].kv_head * plan.head_bytes, values, dim
+                            )
                         if plan.hadamard:
                             hadamard(values, dim, plan.hadamard)
                         if plan.rotation >= 0:
@@ -275,7 +296,7 @@ cdef class KeySummaries:
                     self._write(chunk, first + slice_, heads[head].pair, self._mean + head * dim)
 
     cdef void _write(self, unsigned char *chunk, int at, int pair, float *total) noexcept nogil:
-        """Quantise the sum of a slice's keys to place `at` of a chunk; off by half a step at most."""
+        """Quantise the sum of a slice's keys to place `at` of a chunk; off by half a step."""
         cdef int i, dim = self._dim[pair]
         cdef float top = 0, scale, inverse, value
         cdef bint usable = True

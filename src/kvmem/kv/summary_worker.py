@@ -14,7 +14,7 @@ __all__ = ["SummaryWorker"]
 
 
 class SummaryWorker:
-    """One thread that feeds a KeySummaries. A record must stay where it is until flush() returns."""
+    """One thread that feeds a KeySummaries. Records must stay in place until flush() returns."""
 
     def __init__(self, summaries: KeySummaries) -> None:
         self.summaries = summaries
@@ -36,7 +36,9 @@ class SummaryWorker:
         if self._closed:
             raise StateError("the summary worker is closed")
         if block != self._n_blocks:
-            raise StateError(f"summary of block {block} is out of order: the next is {self._n_blocks}")
+            raise StateError(
+                f"summary of block {block} is out of order: the next is {self._n_blocks}"
+            )
         while self._pending and self._pending[0].done() and self._pending[0].exception() is None:
             self._pending.popleft()
         self.summaries.reserve(block + 1)

@@ -1,0 +1,347 @@
+"""Scores against float64 twins, and what must hold of any scorer."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from oracles_retrieval import cosine, mean_rank, rotate, slice_scores
+from synthetic_kv import F16, NEOX, History, make_history, make_layout, positions, store
+
+from kvmem.errors import ConfigError, StateError
+from kvmem.kv.layout import KvLayout, Pair, RopeSpec
+from kvmem.kv.lexical import LexicalIndex
+from kvmem.kv.query import Query
+from kvmem.kv.score import score_blocks, score_slices
+from kvmem.kv.scorers import SCORERS, ScoreInputs, fuse, rank, run_scorer
+from kvmem.kv.summary import KeySummaries
+
+# f32 sums of int8 keys against float64 of the same int8 keys: logits are off by about 1e-5.
+TOLERANCE = 2e-4
+
+
+def make_query(layout: KvLayout, n_rows: int = 5, seed: int = 7, strength: float = 2.0) -> Query:
+    """Random un-rotated rows for every layer."""
+    rng = np.random.default_rng(seed)
+    layers = {
+        index: (strength * rng.standard_normal((n_rows, layer.n_head, layer.head_dim_k))).astype(
+            np.float32
+        )
+        for index, layer in enumerate(layout.layers)
+    }
+    return Query(layout=layout, layers=layers, tokens=np.arange(3, dtype=np.int32))
+
+
+def twin(
+    query: Query, summaries: KeySummaries, weights: NDArray[np.float64] | None, power: int
+) -> NDArray[np.float64]:
+    """Slice scores in float64 from the summaries' own keys."""
+    keys, rows, row_weights = [], [], []
+    for index, pair in enumerate(summaries.pairs):
+        heads = query.heads(pair).astype(np.float64)
+        n_rows, group, dim = heads.shape
+        keys.append(summaries.keys(index).astype(np.float64))
+        rows.append(heads.reshape(-1, dim))
+        weight = 1.0 if weights is None else weights[index]
+        row_weights.append(np.tile(np.broadcast_to(weight, group), n_rows))
+    return slice_scores(keys, rows, row_weights, summaries.layout.layers[0].score_scale, power)
+
+
+def assert_same_order(found: NDArray[np.float32], wanted: NDArray[np.float64]) -> None:
+    """Neighbours in the twin's order keep it wherever they lie apart by more than the tolerance."""
+    order = np.argsort(-wanted)
+    apart = wanted[order[:-1]] > wanted[order[1:]] * (1 + 2 * TOLERANCE)
+    assert apart.mean() > 0.9
+    assert (found[order[:-1]] >= found[order[1:]])[apart].all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    slice_tokens=st.sampled_from([1, 2, 4, 8, 32]),
+    n_blocks=st.integers(1, 40),
+    n_rows=st.integers(1, 16),
+    group=st.integers(1, 7),
+    dim=st.sampled_from([4, 64, 80]),
+    power=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_scores_equal_the_twin(
+    slice_tokens: int, n_blocks: int, n_rows: int, group: int, dim: int, power: int, seed: int
+) -> None:
+    layout = make_layout(n_head=2 * group, head_dim=dim, ropes=(None,))
+    history = make_history(layout, n_blocks, seed)
+    summaries = history.fill(KeySummaries(layout, [(1, 0), (0, 1), (0, 0)], slice_tokens))
+    query = make_query(layout, n_rows, seed)
+    weights = np.random.default_rng(seed).uniform(0.1, 2, (3, group))
+    slices = twin(query, summaries, weights, power).reshape(n_blocks, -1)
+    blocks, edges = score_blocks(query, summaries, weights.astype(np.float32), power)
+    assert blocks.dtype == edges.dtype == np.float32
+    assert np.allclose(blocks, slices.sum(axis=1), rtol=TOLERANCE, atol=1e-9)
+    assert np.allclose(edges, slices[:, [0, -1]], rtol=TOLERANCE, atol=1e-9)
+
+
+def test_several_chunks_and_passes_equal_the_twin() -> None:
+    layout = make_layout(n_layers=1, n_head=16, n_head_kv=1, head_dim=4, ropes=(None,))
+    history = make_history(layout, 600)
+    summaries = history.fill(KeySummaries(layout, [(0, 0)], 1))  # 19,200 slices in 19 chunks
+    query = make_query(layout, 16)  # 256 rows: 4.9 M probabilities, more than one pass holds
+    wanted = twin(query, summaries, None, 2).reshape(600, -1).sum(axis=1)
+    blocks, _ = score_blocks(query, summaries)
+    assert np.allclose(blocks, wanted, rtol=TOLERANCE)
+    assert_same_order(blocks, wanted)
+
+
+@pytest.mark.parametrize("strength", [0.0, 30.0, 300.0])
+def test_flat_and_very_sharp_rows(strength: float) -> None:
+    layout = make_layout(ropes=(None,))
+    summaries = make_history(layout, 50).fill(KeySummaries(layout, layout.pairs(), 1))
+    query = make_query(layout, 4, strength=strength)
+    blocks, _ = score_blocks(query, summaries, power=1)
+    # All mass is handed out: one for each of 4 rows x 4 heads x 2 layers.
+    assert np.isclose(blocks.sum(), 32, rtol=1e-5)
+    wanted = twin(query, summaries, None, 1).reshape(50, -1).sum(axis=1)
+    # A logit of 3,000 is known to 3e-4 only in f32.
+    assert np.allclose(blocks, wanted, rtol=TOLERANCE * max(1, strength / 10), atol=1e-6)
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    layout = make_layout(n_layers=3)
+    summaries = make_history(layout, 30).fill(KeySummaries(layout, layout.pairs(), 4))
+    query = make_query(layout)
+    one = score_blocks(query, summaries, threads=1)
+    for threads in (2, 5):
+        again = score_blocks(query, summaries, threads=threads)
+        assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
+
+
+def test_the_models_own_scale_is_used() -> None:
+    layout = make_layout(ropes=(None,))
+    sharp = replace(layout, layers=tuple(replace(x, attn_scale=1.0) for x in layout.layers))
+    query = make_query(layout, strength=0.25)
+    history = make_history(layout, 20)
+    plain, _ = score_blocks(query, history.fill(KeySummaries(layout, layout.pairs())))
+    found, _ = score_blocks(query, history.fill(KeySummaries(sharp, sharp.pairs())))
+    wanted, _ = score_blocks(
+        make_query(layout, strength=2.0), history.fill(KeySummaries(layout, layout.pairs()))
+    )
+    assert np.allclose(found, wanted, rtol=1e-4)
+    assert not np.allclose(found, plain, rtol=1e-2)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 999), name=st.sampled_from(["heads", "mass", "cosine", "lexical", "fused"])
+)
+def test_permuted_blocks_permute_their_scores(seed: int, name: str) -> None:
+    # Un-rotated keys know no position, so where a block stands must not matter.
+    layout = make_layout()
+    history = make_history(layout, 12, seed)
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 40, (12, 32)).astype(np.int32)
+    order = rng.permutation(12)
+    query = make_query(layout, seed=seed)
+    plain = run_scorer(name, inputs_of(history, query, tokens))
+    moved = run_scorer(name, inputs_of(history, query, tokens, order))
+    # Sums run in another order; ranks, and with them `fused`, do not change.
+    assert np.allclose(moved.blocks, plain.blocks[order], rtol=1e-4, atol=1e-7)
+    assert np.allclose(moved.edges, plain.edges[order], rtol=1e-4, atol=1e-7)
+
+
+def inputs_of(
+    history: History,
+    query: Query,
+    tokens: NDArray[np.int32],
+    order: NDArray[np.intp] | None = None,
+) -> ScoreInputs:
+    n = history.n_blocks
+    index = LexicalIndex(history.layout.block_tokens)
+    for block, record in enumerate(range(n) if order is None else order):
+        index.add(block, tokens[record])
+    summaries = KeySummaries(history.layout, history.layout.pairs())
+    history.fill(summaries, None if order is None else order.tolist())
+    return ScoreInputs(n_blocks=n, query=query, summaries=summaries, lexical=index)
+
+
+def test_truncation_equals_a_fresh_build() -> None:
+    layout = make_layout()
+    history = make_history(layout, 40)
+    query = make_query(layout)
+    summaries = history.fill(KeySummaries(layout, layout.pairs()))
+    summaries.truncate(17)
+    fresh = KeySummaries(layout, layout.pairs())
+    for block in range(17):
+        fresh.add(block, history.payloads[block].ctypes.data, history.block_pos(block))
+    for found, wanted in zip(
+        score_blocks(query, summaries), score_blocks(query, fresh), strict=True
+    ):
+        assert np.array_equal(found, wanted)
+
+
+class Needle:
+    """Noise with one fact: in two of the pairs, 6 tokens of block 23 answer the query's rows."""
+
+    gold = 23
+    knowing = (Pair(0, 1), Pair(1, 0))
+
+    def __init__(self, seed: int, rope: RopeSpec = NEOX) -> None:
+        self.layout = make_layout(type_k=F16, block_tokens=32, n_head=4, ropes=(rope,))
+        rng = np.random.default_rng(seed)
+        n = 48 * 32
+        pos = positions(n, 170_000)
+        keys = [rng.standard_normal((n, 2, 64)) for _ in self.layout.layers]
+        asked = [rng.standard_normal((8, 4, 64)) for _ in self.layout.layers]
+        for layer, head in self.knowing:
+            signal = 1.2 * rng.standard_normal(64)
+            keys[layer][self.gold * 32 + 9 : self.gold * 32 + 15, head] += signal
+            asked[layer][:, 2 * head : 2 * head + 2] += signal
+        self.history = store(self.layout, keys, pos)
+        query_pos = positions(8, 180_000)
+        tapped = [
+            rotate(rows, query_pos, layer.rope_q).astype(np.float32)
+            for rows, layer in zip(asked, self.layout.layers, strict=True)
+        ]
+        self.query = Query.from_tap(self.layout, self.layout.pairs(), tapped, query_pos)
+
+    def gold_rank(
+        self, name: str, pairs: tuple[Pair, ...], order: list[int] | None = None
+    ) -> float:
+        """Rank of the fact's block, where the records come in the given order."""
+        summaries = self.history.fill(KeySummaries(self.layout, pairs, 4), order)
+        inputs = ScoreInputs(n_blocks=48, query=self.query, summaries=summaries)
+        return float(rank(run_scorer(name, inputs).blocks)[self.gold])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_planted_fact_is_found_and_shuffled_summaries_lose_it(seed: int) -> None:
+    needle = Needle(seed)
+    assert needle.gold_rank("heads", needle.knowing) == 1
+    assert needle.gold_rank("heads", needle.layout.pairs()) == 1
+    shuffled = [(block + 11) % 48 for block in range(48)]
+    assert needle.gold_rank("heads", needle.knowing, shuffled) > 3
+
+
+def test_without_un_rotation_the_fact_is_lost() -> None:
+    # Out there even the slowest of the 32 pairs of dims has turned three times.
+    needle = Needle(0, RopeSpec(n_dims=64))
+    assert needle.gold_rank("heads", needle.knowing) == 1
+    blind = tuple(replace(layer, rope_k=None) for layer in needle.layout.layers)
+    needle.layout = replace(needle.layout, layers=blind)
+    assert needle.gold_rank("heads", needle.knowing) > 3
+
+
+def test_cosine_equals_the_twin() -> None:
+    layout = make_layout(n_layers=3)
+    history = make_history(layout, 10)
+    pairs = [Pair(2, 1), Pair(0, 0), Pair(0, 1)]
+    summaries = history.fill(KeySummaries(layout, pairs, 8))
+    query = make_query(layout)
+    wanted = cosine(
+        [summaries.keys(i).astype(np.float64) for i in range(3)],
+        [query.heads(p).reshape(-1, 64).astype(np.float64) for p in pairs],
+        [p.layer for p in pairs],
+        summaries.slices_per_block,
+    )
+    scores = run_scorer("cosine", ScoreInputs(n_blocks=10, query=query, summaries=summaries))
+    assert np.allclose(scores.blocks, wanted, atol=1e-6)
+
+
+def test_each_name_runs_its_own_scorer() -> None:
+    layout = make_layout()
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 20, (25, 32)).astype(np.int32)
+    inputs = inputs_of(make_history(layout, 25), make_query(layout), tokens)
+    found = {name: run_scorer(name, inputs) for name in SCORERS}
+    assert set(found) == {"fused", "heads", "lexical", "mass", "cosine", "recency"}
+    assert all(scores.scorer == name for name, scores in found.items())
+    assert all(s.blocks.shape == (25,) and s.edges.shape == (25, 2) for s in found.values())
+    orders = {name: tuple(np.argsort(-s.blocks, kind="stable")) for name, s in found.items()}
+    assert len(set(orders.values())) == 6
+    assert orders["recency"] == tuple(range(24, -1, -1))
+    assert np.allclose(found["heads"].blocks, score_blocks(inputs.query, inputs.summaries)[0])  # type: ignore[arg-type]
+    assert np.allclose(found["mass"].blocks.sum(), 5 * 8, rtol=1e-5)
+    fused = [
+        1 / (10 + a) + 1 / (10 + b)
+        for a, b in zip(
+            mean_rank(found["heads"].blocks.tolist()),
+            mean_rank(found["lexical"].blocks.tolist()),
+            strict=True,
+        )
+    ]
+    assert np.allclose(found["fused"].blocks, fused, rtol=1e-6)
+    assert np.array_equal(found["fused"].edges, found["heads"].edges)
+
+
+def test_weights_reach_the_scorer() -> None:
+    layout = make_layout()
+    history = make_history(layout, 12)
+    query = make_query(layout)
+    one = history.fill(KeySummaries(layout, [(1, 1)]))
+    all_pairs = history.fill(KeySummaries(layout, layout.pairs()))
+    weights = np.array([0, 0, 0, 2], np.float32)
+    inputs = ScoreInputs(n_blocks=12, query=query, summaries=all_pairs, weights=weights)
+    assert np.allclose(
+        run_scorer("heads", inputs).blocks, 2 * score_blocks(query, one)[0], rtol=1e-6
+    )
+
+
+def test_unknown_or_unfed_scorers_are_errors_and_never_another_scorer() -> None:
+    layout = make_layout()
+    query = make_query(layout)
+    summaries = make_history(layout, 3).fill(KeySummaries(layout, layout.pairs()))
+    with pytest.raises(ConfigError, match="fused, heads, lexical, mass, cosine, recency"):
+        run_scorer("best", ScoreInputs(n_blocks=3))
+    for name in ("heads", "mass", "cosine", "fused", "lexical"):
+        with pytest.raises(ConfigError, match=f"scorer is {name}"):
+            run_scorer(name, ScoreInputs(n_blocks=3, query=query))
+    with pytest.raises(ConfigError, match="token index"):
+        run_scorer("fused", ScoreInputs(n_blocks=3, query=query, summaries=summaries))
+    with pytest.raises(StateError, match="3 blocks are summarised, not 4"):
+        run_scorer("heads", ScoreInputs(n_blocks=4, query=query, summaries=summaries))
+    with pytest.raises(StateError, match="0 blocks are indexed, not 4"):
+        run_scorer("lexical", ScoreInputs(n_blocks=4, query=query, lexical=LexicalIndex(32)))
+
+
+def test_an_empty_history_and_an_empty_query_score_nothing() -> None:
+    layout = make_layout()
+    empty = KeySummaries(layout, layout.pairs())
+    inputs = ScoreInputs(
+        n_blocks=0, query=make_query(layout), summaries=empty, lexical=LexicalIndex(32)
+    )
+    for name in SCORERS:
+        scores = run_scorer(name, inputs)
+        assert (scores.blocks.shape, scores.edges.shape) == ((0,), (0, 2))
+    filled = make_history(layout, 4).fill(KeySummaries(layout, layout.pairs()))
+    silent = ScoreInputs(n_blocks=4, query=make_query(layout, n_rows=0), summaries=filled)
+    for name in ("heads", "mass", "cosine"):
+        scores = run_scorer(name, silent)
+        assert (scores.blocks == 0).all() and scores.blocks.shape == (4,)
+        assert (scores.edges == 0).all() and scores.edges.shape == (4, 2)
+
+
+def test_ranks_share_places() -> None:
+    scores = np.array([3, 1, 3, 0, 0, 0, 9], np.float32)
+    assert rank(scores).tolist() == mean_rank(scores.tolist()) == [2.5, 4, 2.5, 6, 6, 6, 1]
+    # A lexical rank that knows nothing leaves the other order alone.
+    other = np.array([1, 5, 2, 4], np.float32)
+    assert np.argsort(-fuse(other, np.zeros(4, np.float32))).tolist() == [1, 3, 2, 0]
+
+
+def test_doors_refuse_what_cannot_be() -> None:
+    layout = make_layout()
+    summaries = make_history(layout, 2).fill(KeySummaries(layout, [(0, 0), (1, 0)]))
+    query = make_query(layout)
+    with pytest.raises(ValueError, match="layer index 1"):
+        only = Query(layout=layout, layers={0: query.layers[0]}, tokens=query.tokens)
+        score_blocks(only, summaries)
+    for weights in (np.ones(3), np.ones((2, 3)), np.array([1, np.nan])):
+        with pytest.raises(ValueError):
+            score_blocks(query, summaries, weights.astype(np.float32))
+    with pytest.raises(ValueError, match="power 0"):
+        score_blocks(query, summaries, power=0)
+    with pytest.raises(ValueError, match="keys have 64"):
+        score_slices(summaries, [np.ones((1, 32), np.float32)] * 2, [np.ones(1, np.float32)] * 2)
+    broken = {k: np.where(v > 2, np.nan, v).astype(np.float32) for k, v in query.layers.items()}
+    with pytest.raises(ValueError, match="not all finite"):
+        score_blocks(Query(layout=layout, layers=broken, tokens=query.tokens), summaries)
