@@ -9,8 +9,8 @@
 #include <string.h>
 
 // Not under AddressSanitizer: the loader picks before the sanitizer is ready.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(__SANITIZE_ADDRESS__)
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) &&                           \
+        !defined(__SANITIZE_ADDRESS__)
 #define KV_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
 #define KV_CLONES
@@ -23,7 +23,7 @@
 #endif
 
 #define KV_LANES 16 // slices side by side in a tile of keys
-#define KV_ROWS  6  // query rows that share one pass over a tile: 12 of AVX2's 16 registers hold their sums
+#define KV_ROWS 6   // query rows that share one pass over a tile: 12 of AVX2's 16 registers hold their sums
 
 KV_INLINE float kv_half_to_float(uint16_t half) {
     // Exponent and mantissa land in float's places; the multiplication corrects the bias and also
@@ -70,12 +70,12 @@ static void kv_dequantize_f32(const void * src, float * dst, int64_t n) {
 // exp(x) for x <= 0, relative error under 3e-7; 0 below -87.
 // x = k ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts so that r keeps its bits; Taylor to r^7.
 KV_INLINE float kv_exp(float x) {
-    const float   live    = x > -87.0f ? x : -87.0f;
-    const float   shifted = live * 1.44269504f + 12582912.0f; // 1.5 * 2^23: the low bits hold k
-    const float   k       = shifted - 12582912.0f;
-    const float   r       = live - k * 0.693359375f + k * 2.12194440e-4f;
-    float         p       = r * (1.0f / 5040) + (1.0f / 720);
-    uint32_t      bits, power;
+    const float live    = x > -87.0f ? x : -87.0f;
+    const float shifted = live * 1.44269504f + 12582912.0f; // 1.5 * 2^23: the low bits hold k
+    const float k       = shifted - 12582912.0f;
+    const float r       = live - k * 0.693359375f + k * 2.12194440e-4f;
+    float       p       = r * (1.0f / 5040) + (1.0f / 720);
+    uint32_t    bits, power;
     p = p * r + (1.0f / 120);
     p = p * r + (1.0f / 24);
     p = p * r + (1.0f / 6);
@@ -113,8 +113,7 @@ KV_INLINE void kv_dot_tile(const float * tile, const float * query, int dim, flo
 // Lanes from n_slices on hold no key and come out as 0.
 KV_CLONES
 static void kv_softmax_run(const int8_t * keys, const uint16_t * scales, int n_tiles, int n_slices, int dim,
-                           const float * query, int n_groups, float * tile, float * out, float * maximum,
-                           float * total) {
+        const float * query, int n_groups, float * tile, float * out, float * maximum, float * total) {
     const size_t width = (size_t) n_tiles * KV_LANES;
     for (int t = 0; t < n_tiles; ++t) {
         const int8_t * source = keys + (size_t) t * dim * KV_LANES;
@@ -172,8 +171,8 @@ static void kv_softmax_run(const int8_t * keys, const uint16_t * scales, int n_t
 
 // score[s] += sum over rows of weight[row] * (e[row][s] * factor[row])^power, for one run.
 KV_CLONES
-static void kv_add_powers(const float * e, int n_rows, int width, const float * factor, const float * weight,
-                          int power, float * score) {
+static void kv_add_powers(
+        const float * e, int n_rows, int width, const float * factor, const float * weight, int power, float * score) {
     for (int row = 0; row < n_rows; ++row) {
         const float * x = e + (size_t) row * width;
         const float   f = factor[row];
