@@ -72,6 +72,13 @@ file(GLOB adapter_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/src/kvme
 target_sources(llama PRIVATE ${adapter_sources})
 target_include_directories(llama PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src/kvmem/adapter)
 set_source_files_properties(${adapter_sources} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+if(KVMEM_CUDA)
+    set(cuda_source ${CMAKE_CURRENT_SOURCE_DIR}/src/kvmem/adapter/kvmem-transfer.cu)
+    target_sources(llama PRIVATE ${cuda_source})
+    set_source_files_properties(${cuda_source} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+    target_compile_definitions(llama PRIVATE KVMEM_CUDA)
+    target_link_libraries(llama PRIVATE CUDA::cudart)
+endif()
 
 # The bridge hides llama-common: templates, chat parsing and samplers behind a C API of strings and handles.
 file(GLOB bridge_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/src/kvmem/bridge/*.cpp)

@@ -84,6 +84,20 @@ const char * kvmem_transfer_name(const kvmem_memory * memory) {
     return memory->transfer->name();
 }
 
+int kvmem_transfer_use(kvmem_memory * memory, const char * name) {
+    const std::string wanted = name;
+    try {
+        auto way = wanted == "generic" ? kvmem_transfer_generic(memory->pieces()) : wanted == "cuda" ? kvmem_transfer_cuda(memory->pieces()) : nullptr;
+        if (!way) {
+            return fail(KVMEM_ERR_UNSUPPORTED, "this way of copying is not built, or not possible for this cache");
+        }
+        memory->transfer = std::move(way);
+    } catch (const std::exception & e) {
+        return fail(KVMEM_ERR_DEVICE, e.what());
+    }
+    return KVMEM_OK;
+}
+
 // checks the slots, waits for the graphs in flight and runs the copy
 template <typename F>
 static int transfer(kvmem_memory * memory, const int32_t * slots, uint32_t n, F copy) {

@@ -143,7 +143,6 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
         }
     }
 
-    std::vector<kvmem_piece> pieces;
     for (auto & layer : layers) {
         if (layer.info.n_head == 0) {
             throw std::runtime_error("flash attention is off or not possible for this model, and without it V is stored transposed");
@@ -151,18 +150,24 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
         // the vectors may have moved while layers were collected
         layer.info.rope_k.freq_factors = layer.freq_factors_k.data();
         layer.info.rope_q.freq_factors = layer.freq_factors_q.data();
+        cell_bytes += layer.info.k_row_bytes + layer.info.v_row_bytes;
+    }
+    transfer = kvmem_transfer_cuda(pieces());
+    if (!transfer) {
+        transfer = kvmem_transfer_generic(pieces());
+    }
+}
 
+std::vector<kvmem_piece> kvmem_memory::pieces() const {
+    std::vector<kvmem_piece> res;
+    size_t offset = 0;
+    for (const auto & layer : layers) {
         for (auto rows : { std::make_pair(layer.k, layer.info.k_row_bytes), std::make_pair(layer.v, layer.info.v_row_bytes) }) {
-            pieces.push_back({ rows.first, block_tokens * rows.second, block_tokens * cell_bytes });
-            cell_bytes += rows.second;
+            res.push_back({ rows.first, block_tokens * rows.second, offset });
+            offset += block_tokens * rows.second;
         }
     }
-#ifdef KVMEM_CUDA
-    transfer = kvmem_transfer_cuda(pieces);
-#endif
-    if (!transfer) {
-        transfer = kvmem_transfer_generic(pieces);
-    }
+    return res;
 }
 
 uint32_t kvmem_n_cells(const kvmem_memory * memory) {

@@ -60,6 +60,8 @@ struct kvmem_memory : public llama_memory_i {
     void state_write(llama_io_write_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) const override;
     void state_read (llama_io_read_i  & io, llama_seq_id seq_id, llama_state_seq_flags flags) override;
 
+    std::vector<kvmem_piece> pieces() const;
+
     llama_kv_cells &       cells();
     const llama_kv_cells & cells() const;
 

@@ -57,3 +57,9 @@ struct generic_transfer : kvmem_transfer {
 std::unique_ptr<kvmem_transfer> kvmem_transfer_generic(std::vector<kvmem_piece> pieces) {
     return std::make_unique<generic_transfer>(std::move(pieces));
 }
+
+#ifndef KVMEM_CUDA
+std::unique_ptr<kvmem_transfer> kvmem_transfer_cuda(std::vector<kvmem_piece>) {
+    return nullptr;
+}
+#endif

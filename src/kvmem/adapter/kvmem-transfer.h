@@ -40,7 +40,6 @@ struct kvmem_transfer {
 // any backend, by ggml's synchronous tensor copies
 std::unique_ptr<kvmem_transfer> kvmem_transfer_generic(std::vector<kvmem_piece> pieces);
 
-#ifdef KVMEM_CUDA
-// whole payloads through staging buffers, scattered and gathered by a kernel; null if the tensors are not all on one CUDA device
+// whole payloads through staging buffers, scattered and gathered by a kernel;
+// null in a build without CUDA, or if the tensors are not all on one CUDA device
 std::unique_ptr<kvmem_transfer> kvmem_transfer_cuda(std::vector<kvmem_piece> pieces);
-#endif

@@ -103,6 +103,8 @@ KVMEM_API int kvmem_rows_set (kvmem_memory * memory, const int32_t * slots, cons
 KVMEM_API int kvmem_rows_move(kvmem_memory * memory, int32_t source, int32_t target);
 // How rows are copied: "generic" or "cuda"
 KVMEM_API const char * kvmem_transfer_name(const kvmem_memory * memory);
+// Choose the way by name, to compare them; host memory of the way before must be freed. Fails with KVMEM_ERR_UNSUPPORTED.
+KVMEM_API int kvmem_transfer_use(kvmem_memory * memory, const char * name);
 // Host memory that rows are copied fast from and to (pinned beside a GPU); NULL if there is none left. Free it before the context.
 KVMEM_API uint8_t * kvmem_host_alloc(kvmem_memory * memory, size_t bytes);
 KVMEM_API void      kvmem_host_free (kvmem_memory * memory, uint8_t * data);

@@ -74,6 +74,7 @@ cdef extern from "kvmem.h" nogil:
     int kvmem_rows_set(kvmem_memory *memory, const int *slots, const unsigned char **payloads, uint32_t n)
     int kvmem_rows_move(kvmem_memory *memory, int source, int target)
     const char *kvmem_transfer_name(const kvmem_memory *memory)
+    int kvmem_transfer_use(kvmem_memory *memory, const char *name)
     unsigned char *kvmem_host_alloc(kvmem_memory *memory, size_t n_bytes)
     void kvmem_host_free(kvmem_memory *memory, unsigned char *data)
 

@@ -69,6 +69,7 @@ cdef class Context:
         type_k, type_v: names in runtime.KV_TYPES.
         flash_attn: "on", "off" or "auto".
         n_seq_max: sequences, of a unified cache.
+        n_rs_seq: snapshots of a recurrent state, each of which lets one more token be rolled back.
 
     Raises:
         ModelError: the architecture's cache cannot be tiered; the message says why.
@@ -77,7 +78,7 @@ cdef class Context:
 
     def __init__(self, Model model not None, *, int n_ctx, int n_cells=0, int block_tokens=0, int n_batch=512, int n_ubatch=512,
                  str type_k="f16", str type_v="f16", str flash_attn="on", int n_threads=1, int n_threads_batch=1,
-                 bint offload_kqv=True, int n_seq_max=1):
+                 bint offload_kqv=True, int n_seq_max=1, int n_rs_seq=0):
         cdef c.llama_context_params params
         cdef c.llama_model *model_ptr = model.get()
         cdef int status = 0
@@ -92,6 +93,7 @@ cdef class Context:
         params.n_ubatch = n_ubatch
         params.n_seq_max = n_seq_max
         params.kv_unified = True
+        params.n_rs_seq = n_rs_seq
         params.n_threads = n_threads
         params.n_threads_batch = n_threads_batch
         params.type_k = <c.ggml_type><int>KV_TYPES[type_k]

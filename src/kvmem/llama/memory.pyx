@@ -129,6 +129,10 @@ cdef class LlamaPort(DevicePort):
         """How rows are copied: "generic" (ggml's tensor copies) or "cuda" (whole records and a scatter kernel)."""
         return a.kvmem_transfer_name(self.context.memory()).decode()
 
+    def use_transfer(self, str name not None):
+        """Copy rows this way from now on. Raises TransferError if it is not possible; before any host memory is taken."""
+        _check(a.kvmem_transfer_use(self.context.memory(), name.encode()))
+
     def device_bytes(self):
         """(bytes of the attention cache, bytes of the recurrent state) on the devices."""
         cdef size_t attention = 0
