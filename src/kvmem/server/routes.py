@@ -1,0 +1,98 @@
+"""The endpoints: /health, /v1/models, /v1/chat/completions, each also without /v1."""
+
+import json
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvmem.chat.request import RequestDefaults, parse_chat_request
+from kvmem.engine.sampling import GenerateParams
+from kvmem.errors import ContextLengthError, RequestError
+from kvmem.server.reply import EventStream, cancel_on_disconnect, first_event, read_whole
+from kvmem.server.sse import ReplyShape
+from kvmem.server.worker import EngineWorker
+
+__all__ = ["OPEN_PATHS", "Api"]
+
+OPEN_PATHS = ("/health", "/v1/health")  # need no key
+
+MAX_BODY_BYTES = 64 << 20
+
+
+class Api:
+    """The handlers, and what they share."""
+
+    def __init__(self, worker: EngineWorker, model_name: str, defaults: RequestDefaults) -> None:
+        self._worker = worker
+        self._model_name = model_name
+        self._defaults = defaults
+
+    def routes(self) -> list[Route]:
+        table = (
+            ("/health", self.health, "GET"),
+            ("/models", self.models, "GET"),
+            ("/chat/completions", self.chat, "POST"),
+        )
+        return [
+            Route(prefix + path, handler, methods=[method])
+            for path, handler, method in table
+            for prefix in ("", "/v1")
+        ]
+
+    async def health(self, request: Request) -> Response:
+        """200 once the model is loaded, 503 before."""
+        _ = self._worker.backend
+        return JSONResponse({"status": "ok"})
+
+    async def models(self, request: Request) -> Response:
+        """The one model, by our name for it. Answers during a generation too."""
+        backend = self._worker.backend
+        model = {
+            "id": self._model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "kvmem",
+            "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+            "meta": backend.describe(),
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def chat(self, request: Request) -> Response:
+        """A chat completion, whole or streamed. The client's `model` is not looked at."""
+        body = await _read_json(request)
+        backend = self._worker.backend
+        asked = parse_chat_request(body, self._defaults)
+        rendered = await run_in_threadpool(backend.render, asked)
+        prompt = rendered.prompt
+        if len(prompt.tokens) >= backend.n_ctx:
+            raise ContextLengthError(len(prompt.tokens), backend.n_ctx)
+        stops = (*asked.stop, *rendered.stops)
+        shape = ReplyShape(
+            model=self._model_name,
+            include_usage=asked.include_usage,
+            include_memory=asked.include_memory,
+        )
+        generation = self._worker.submit(
+            prompt, GenerateParams(sampling=asked.sampling, max_tokens=asked.max_tokens)
+        )
+        if asked.stream:
+            return EventStream(generation, await first_event(generation), shape, stops)
+        async with generation, cancel_on_disconnect(request, generation):
+            text, done = await read_whole(generation, stops)
+        return JSONResponse(shape.whole(text, done))
+
+
+async def _read_json(request: Request) -> Any:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON: {error}") from None

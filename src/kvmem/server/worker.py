@@ -1,0 +1,201 @@
+"""The engine's thread: requests one after the other, in the order they came, until someone cancels.
+
+Events cross into asyncio by `call_soon_threadsafe`; the only thing that crosses back is the cancel
+flag. A request that its client has left is dropped whether it waits, reads or decodes.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from kvmem.engine.events import Done, Event
+from kvmem.engine.prompt import Prompt
+from kvmem.engine.sampling import GenerateParams
+from kvmem.engine.stats import RequestStats
+from kvmem.errors import Cancelled, CapacityError, EngineError
+from kvmem.llama.context import CancelToken
+from kvmem.server.backend import Backend
+
+__all__ = ["EngineWorker", "Generation", "Load"]
+
+Load = Callable[[Callable[[float], object]], Backend]
+
+_log = logging.getLogger(__name__)
+
+
+class Generation:
+    """One request in the worker. Leaving its `async with` block cancels what is not done."""
+
+    def __init__(self, prompt: Prompt, params: GenerateParams) -> None:
+        self._prompt = prompt
+        self._params = params
+        self._cancel = CancelToken()
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+
+    async def next(self, timeout_s: float) -> Event | None:
+        """The next event, or None if none comes in time. Raises what the engine raised."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                event = await self._events.get()
+        except TimeoutError:
+            return None
+        if isinstance(event, BaseException):
+            raise event
+        return event
+
+    def cancel(self) -> None:
+        """Ask the engine to end this request; a Done follows, unless it never began."""
+        self._cancel.set()
+
+    def abandon(self) -> None:
+        """Cancel, and wake who waits in `next` at once: the client has gone."""
+        self.cancel()
+        self._events.put_nowait(Cancelled("the client has gone"))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def run(self, backend: Backend) -> None:
+        """In the worker's thread: generate, and hand over each event or the error."""
+        if self._cancel.is_set():
+            self.refuse("the request was cancelled before it began")
+            return
+        try:
+            for event in backend.generate(self._prompt, self._params, self._cancel):
+                self._put(event)
+                if isinstance(event, Done):
+                    _log_request(event)
+        except Exception as error:
+            self._put(error)
+
+    def refuse(self, reason: str) -> None:
+        """In the worker's thread: end it without having begun."""
+        self._put(Cancelled(reason))
+
+    def _put(self, item: Event | BaseException) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._events.put_nowait, item)
+        except RuntimeError:  # the loop is gone: nobody listens
+            self.cancel()
+
+
+class EngineWorker:
+    """Owns the backend: loads it, runs generations on it and closes it, all in one thread.
+
+    load: makes the backend; gets a function that takes the progress, 0 to 1.
+    on_failure: called in the worker's thread when the backend cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        *,
+        queue_limit: int = 64,
+        on_failure: Callable[[BaseException], object] | None = None,
+    ) -> None:
+        self._load = load
+        self._queue_limit = queue_limit
+        self._on_failure = on_failure
+        self._queue: queue.SimpleQueue[Generation | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._current: Generation | None = None
+        self._backend: Backend | None = None
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvmem-engine", daemon=True)
+        self.progress = 0.0
+
+    def start(self) -> None:
+        """Begin to load, in the worker's thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Cancel everything, close the backend and wait for the thread."""
+        with self._lock:
+            self._stopping = True
+            if self._current is not None:
+                self._current.cancel()
+        self._queue.put(None)
+        self._thread.join()
+
+    @property
+    def backend(self) -> Backend:
+        """Raises CapacityError while it loads, EngineError if it could not be loaded."""
+        if self._failure is not None:
+            raise EngineError(f"the model could not be loaded: {self._failure}")
+        if self._backend is None:
+            raise CapacityError(f"the model is loading ({self.progress:.0%})")
+        return self._backend
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests in the queue, without the one that runs."""
+        return self._queue.qsize()
+
+    def submit(self, prompt: Prompt, params: GenerateParams) -> Generation:
+        """Queue a request. Raises CapacityError when too many wait, or the server stops."""
+        if self._stopping:
+            raise CapacityError("the server is stopping")
+        if self.n_waiting >= self._queue_limit:
+            raise CapacityError(f"{self.n_waiting} requests wait already; try again later")
+        generation = Generation(prompt, params)
+        self._queue.put(generation)
+        return generation
+
+    def _set_progress(self, fraction: float) -> None:
+        self.progress = fraction
+        if self._stopping:
+            raise EngineError("stopped while loading")
+
+    def _run(self) -> None:
+        try:
+            backend = self._load(self._set_progress)
+        except Exception as error:
+            self._failure = error
+            if self._on_failure is not None and not self._stopping:
+                self._on_failure(error)
+            return
+        self._backend = backend
+        try:
+            while (generation := self._queue.get()) is not None:
+                with self._lock:
+                    stopping = self._stopping
+                    self._current = None if stopping else generation
+                if stopping:  # all that were queued before the None of stop() come by here
+                    generation.refuse("the server is stopping")
+                else:
+                    generation.run(backend)
+        finally:
+            backend.close()
+
+
+def _log_request(done: Done) -> None:
+    stats: RequestStats = done.stats
+    memory = stats.memory
+    _log.info(
+        "prompt=%d hit=%d selected=%d staged_in=%d replayed=%d prefill_s=%.3f decode_tok_s=%.1f "
+        "reply=%d end=%s memory=%s",
+        stats.prompt_tokens,
+        stats.cached_tokens,
+        len(memory.blocks),
+        memory.blocks_in,
+        memory.replayed_tokens,
+        stats.prompt_s,
+        stats.decode_per_s,
+        stats.completion_tokens,
+        done.reason,
+        memory.decision,
+    )

@@ -1,0 +1,312 @@
+"""What goes over the wire, byte for byte where clients care, against a scripted engine."""
+
+import json
+from typing import Any
+
+import pytest
+from server_fake import FakeBackend, Script, app_of, until
+from starlette.testclient import TestClient
+
+from kvmem.chat.request import RequestDefaults
+from kvmem.config import ServerConfig
+from kvmem.engine.sampling import SamplingParams
+from kvmem.errors import CapacityError, ConfigError, DecodeError, RequestError
+from kvmem.server.app import create_app
+from kvmem.server.errors import error_body
+
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "one two three four"}]}
+
+
+def client_of(backend: FakeBackend, **config: Any) -> TestClient:
+    client = TestClient(app_of(backend, **config), raise_server_exceptions=False)
+    client.__enter__()
+    until(lambda: client.get("/health").status_code == 200)
+    return client
+
+
+def post(backend: FakeBackend, **fields: Any) -> Any:
+    client = client_of(backend)
+    try:
+        return client.post(CHAT, json={**BODY, **fields})
+    finally:
+        client.__exit__(None, None, None)
+
+
+def chunks_of(text: str) -> list[dict[str, Any]]:
+    """The JSON of each data line before [DONE], which must be last."""
+    lines = [line for line in text.split("\n\n") if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_a_whole_reply() -> None:
+    response = post(FakeBackend())
+    body = response.json()
+    assert response.status_code == 200
+    assert body.pop("id").startswith("chatcmpl-")
+    assert isinstance(body.pop("created"), int)
+    assert body == {
+        "object": "chat.completion",
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello world"},
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 4,
+            "completion_tokens": 2,
+            "total_tokens": 6,
+            "prompt_tokens_details": {"cached_tokens": 2},
+            "prompt_cache_hit_tokens": 2,
+            "prompt_cache_miss_tokens": 2,
+        },
+        "timings": {
+            "cache_n": 2,
+            "prompt_n": 2,
+            "prompt_ms": 500.0,
+            "prompt_per_token_ms": 250.0,
+            "prompt_per_second": 4.0,
+            "predicted_n": 2,
+            "predicted_ms": 250.0,
+            "predicted_per_token_ms": 125.0,
+            "predicted_per_second": 4.0,
+        },
+    }
+
+
+def test_the_order_of_a_stream() -> None:
+    response = post(FakeBackend(), stream=True, stream_options={"include_usage": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.text.startswith(":\n\n")
+    chunks = chunks_of(response.text)
+    assert [chunk["choices"] for chunk in chunks] == [
+        [{"index": 0, "delta": {"role": "assistant", "content": None}, "finish_reason": None}],
+        [{"index": 0, "delta": {"content": "Hello"}, "finish_reason": None}],
+        [{"index": 0, "delta": {"content": " world"}, "finish_reason": None}],
+        [{"index": 0, "delta": {}, "finish_reason": "stop"}],
+        [],
+    ]
+    for name in ("id", "created", "model", "object"):
+        assert len({json.dumps(chunk[name]) for chunk in chunks}) == 1
+    assert chunks[0]["object"] == "chat.completion.chunk"
+    assert ["usage" in chunk for chunk in chunks] == [False] * 4 + [True]
+    whole = post(FakeBackend()).json()
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert chunks[-1]["timings"] == whole["timings"]
+
+
+def test_without_include_usage_no_chunk_has_usage() -> None:
+    chunks = chunks_of(post(FakeBackend(), stream=True).text)
+    assert not any("usage" in chunk for chunk in chunks)
+    assert all(chunk["choices"] for chunk in chunks)
+    assert "timings" in chunks[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_memory_report_comes_when_asked_for(stream: bool) -> None:
+    def last(**fields: Any) -> dict[str, Any]:
+        response = post(FakeBackend(), stream=stream, **fields)
+        result: dict[str, Any] = chunks_of(response.text)[-1] if stream else response.json()
+        return result
+
+    assert last(kvmem=True)["kvmem"]["decision"] == "off"
+    assert "times" in last(kvmem=True)["kvmem"]
+    assert "kvmem" not in last()
+
+
+def test_characters_are_never_cut() -> None:
+    text = "a🙂日"
+    pieces = [bytes([byte]) for byte in text.encode()]
+    assert post(FakeBackend(Script(pieces))).json()["choices"][0]["message"]["content"] == text
+    chunks = chunks_of(post(FakeBackend(Script(pieces)), stream=True).text)
+    parts = [c["choices"][0]["delta"]["content"] for c in chunks[1:-1]]
+    assert parts == list(text)
+
+
+def test_a_reply_that_ends_inside_a_character() -> None:
+    pieces = ["é".encode()[:1]]
+    whole = post(FakeBackend(Script(pieces))).json()
+    chunks = chunks_of(post(FakeBackend(Script(pieces)), stream=True).text)
+    assert whole["choices"][0]["message"]["content"] == "\ufffd"
+    assert chunks[1]["choices"][0]["delta"] == {"content": "\ufffd"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_ends_the_reply_and_the_work(stream: bool) -> None:
+    backend = FakeBackend(Script([b"one ST", b"OP", b" two"] + [b"more"] * 1000))
+    response = post(backend, stop=["STOP"], stream=stream)
+    if stream:
+        chunks = chunks_of(response.text)
+        text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+        reason = chunks[-1]["choices"][0]["finish_reason"]
+    else:
+        choice = response.json()["choices"][0]
+        text, reason = choice["message"]["content"], choice["finish_reason"]
+    assert (text, reason) == ("one ", "stop")
+    assert backend.ends in (["cancelled"], ["stop"])  # the script may be faster than the cancel
+
+
+def test_an_empty_reply_has_an_empty_content() -> None:
+    choice = post(FakeBackend(), max_tokens=0).json()["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": ""}
+    assert choice["finish_reason"] == "length"
+    chunks = chunks_of(post(FakeBackend(), max_tokens=0, stream=True).text)
+    assert [c["choices"][0]["delta"] for c in chunks] == [
+        {"role": "assistant", "content": None},
+        {},
+    ]
+
+
+def test_defaults_and_fields_reach_the_engine() -> None:
+    backend = FakeBackend()
+    defaults = RequestDefaults(sampling=SamplingParams(temperature=0.5), max_tokens=9)
+    with TestClient(app_of(backend, defaults=defaults)) as client:
+        until(lambda: client.get("/health").status_code == 200)
+        client.post(CHAT, json=BODY)
+        client.post(CHAT, json={**BODY, "temperature": 0, "max_tokens": 5, "model": "any"})
+    assert [(p.sampling.temperature, p.max_tokens) for p in backend.params] == [(0.5, 9), (0.0, 5)]
+    assert backend.closed
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+def test_routes_with_and_without_v1(prefix: str) -> None:
+    client = client_of(FakeBackend())
+    assert client.get(f"{prefix}/health").json() == {"status": "ok"}
+    assert client.post(f"{prefix}/chat/completions", json=BODY).status_code == 200
+    models = client.get(f"{prefix}/models").json()
+    client.__exit__(None, None, None)
+    assert models["object"] == "list"
+    assert models["data"][0]["id"] == "tiny"
+    assert models["data"][0]["object"] == "model"
+    assert models["data"][0]["meta"]["n_ctx"] == 64
+    assert models["data"][0]["architecture"]["input_modalities"] == ["text"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_beyond_the_workspace(stream: bool) -> None:
+    long = {"messages": [{"role": "user", "content": "word " * 70}], "stream": stream}
+    backend = FakeBackend()
+    response = post(backend, **long)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] == "exceed_context_size_error"
+    assert (error["code"], error["n_prompt_tokens"], error["n_ctx"]) == (400, 70, 64)
+    assert "70 tokens" in error["message"] and "64 tokens" in error["message"]
+    assert backend.params == []  # the engine was not troubled
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "text"),
+    [
+        ({"messages": []}, "messages", "messages must be a list with at least one message"),
+        ({**BODY, "max_tokens": "9"}, "max_tokens", "must be an integer, not a string"),
+        ({**BODY, "stream": 1}, "stream", "stream must be true or false"),
+    ],
+)
+def test_a_wrong_field_is_a_400_that_names_it(body: dict[str, Any], param: str, text: str) -> None:
+    client = client_of(FakeBackend())
+    response = client.post(CHAT, json=body)
+    client.__exit__(None, None, None)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["param"] == param and text in error["message"]
+
+
+def test_http_faults_are_json() -> None:
+    client = client_of(FakeBackend())
+    found = []
+    for method, path, content in (
+        ("GET", "/v1/nothing", None),
+        ("GET", CHAT, None),
+        ("POST", CHAT, b"{"),
+        ("POST", CHAT, b"[" * 100_000),
+    ):
+        response = client.request(method, path, content=content)
+        error = response.json()["error"]
+        assert error["code"] == response.status_code
+        found.append((response.status_code, error["type"]))
+    client.__exit__(None, None, None)
+    assert found == [
+        (404, "not_found_error"),
+        (405, "invalid_request_error"),
+        (400, "invalid_request_error"),
+        (400, "invalid_request_error"),
+    ]
+
+
+def test_a_body_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmem.server.routes.MAX_BODY_BYTES", 10)
+    assert post(FakeBackend()).status_code == 413
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (RequestError("no such token"), 400, "invalid_request_error"),
+        (CapacityError("the host limit is reached"), 503, "unavailable_error"),
+        (DecodeError("it broke"), 500, "server_error"),
+        (ZeroDivisionError("secret"), 500, "server_error"),
+    ],
+)
+def test_a_fault_before_the_first_token_is_a_plain_error(
+    error: Exception, status: int, kind: str, stream: bool
+) -> None:
+    response = post(FakeBackend(Script(error=error, fail_at=-1)), stream=stream)
+    body = response.json()["error"]
+    assert (response.status_code, body["type"]) == (status, kind)
+    assert "secret" not in response.text
+    assert ("retry-after" in response.headers) == (status == 503)
+
+
+def test_a_fault_within_a_stream_is_its_last_line() -> None:
+    response = post(FakeBackend(Script(error=DecodeError("it broke"), fail_at=1)), stream=True)
+    assert response.status_code == 200
+    lines = [line for line in response.text.split("\n\n") if line.startswith("data: ")]
+    assert json.loads(lines[-1].removeprefix("data: ")) == error_body(DecodeError("it broke"))
+    assert "[DONE]" not in response.text
+
+
+def test_keys_open_every_route_but_health() -> None:
+    client = client_of(FakeBackend(), api_keys=("k1", "k2"))
+    assert client.get("/health").status_code == 200
+    answers = [
+        client.get("/v1/models", headers=headers).status_code
+        for headers in (
+            {},
+            {"Authorization": "Bearer k1"},
+            {"Authorization": "bearer k2"},
+            {"X-Api-Key": "k2"},
+            {"Authorization": "Bearer k3"},
+            {"Authorization": "Basic k1"},
+            {"X-Api-Key": ""},
+        )
+    ]
+    refused = client.post(CHAT, json=BODY).json()["error"]
+    client.__exit__(None, None, None)
+    assert answers == [401, 200, 200, 200, 401, 401, 401]
+    assert (refused["code"], refused["type"]) == (401, "authentication_error")
+
+
+def test_any_key_will_do_where_none_is_set() -> None:
+    client = client_of(FakeBackend())
+    assert client.get("/v1/models", headers={"Authorization": "Bearer x"}).status_code == 200
+    client.__exit__(None, None, None)
+
+
+def test_a_model_that_cannot_be_loaded() -> None:
+    failures: list[BaseException] = []
+
+    def load(progress: object) -> FakeBackend:
+        raise ConfigError("budget_tokens", 1, "more")
+
+    app = create_app(load, ServerConfig(), on_failure=failures.append)
+    with TestClient(app) as client:
+        until(lambda: failures)
+        response = client.get("/health")
+    assert response.status_code == 500
+    assert "budget_tokens is 1, but must be more" in response.json()["error"]["message"]

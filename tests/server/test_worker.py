@@ -1,0 +1,211 @@
+"""Order, cancel and shutdown: what happens while several clients come and go."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from server_fake import WAIT_S, Call, FakeBackend, Script, acquire, app_of, running, until
+from starlette.testclient import TestClient
+
+from kvmem.config import ServerConfig
+from kvmem.server.app import create_app
+
+ENDLESS = [b"x"] * 10_000
+
+
+def body(text: str = "one two", **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(2 * WAIT_S):
+            await test
+
+    asyncio.run(limited())
+
+
+async def ready(app: Any) -> None:
+    """The worker has loaded its backend: a request is served."""
+    while (call := Call(app, body(max_tokens=0))).status != 200:
+        await call.task
+        if call.status == 200:
+            return
+
+
+def test_headers_and_comments_come_before_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmem.server.reply.SILENCE_S", 0.01)
+    script = Script(hold_at=0)
+
+    async def test() -> None:
+        async with running(app_of(FakeBackend(Script(), script))) as app:
+            await ready(app)
+            call = Call(app, body(stream=True))
+            await call.until(lambda: call.body.count(b":\n\n") >= 3)
+            assert call.status == 200
+            assert b"data:" not in call.body
+            script.release.set()
+            await call.task
+            assert call.body.endswith(b"data: [DONE]\n\n")
+
+    run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("hold_at", [0, 3])
+def test_hanging_up_ends_reading_and_decoding(hold_at: int, stream: bool) -> None:
+    """The script waits at a token until it is cancelled: without a cancel the test times out."""
+    backend = FakeBackend(Script(), Script(ENDLESS, hold_at=hold_at), Script())
+
+    async def test() -> None:
+        async with running(app_of(backend)) as app:
+            await ready(app)
+            call = Call(app, body(stream=stream))
+            await asyncio.to_thread(acquire, backend.holding)
+            call.hang_up()
+            await asyncio.to_thread(until, lambda: len(backend.ends) == 2)
+            assert backend.ends[1] == "cancelled"
+            await call.task
+            after = Call(app, body())
+            await after.task
+            assert b"Hello world" in after.body
+
+    run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_hanging_up_while_queued_means_never_running(stream: bool) -> None:
+    first = Script(hold_at=0)
+    backend = FakeBackend(Script(), first, Script())
+
+    async def test() -> None:
+        async with running(app_of(backend)) as app:
+            await ready(app)
+            running_call = Call(app, body())
+            await asyncio.to_thread(acquire, backend.holding)
+            queued = Call(app, body("two", stream=stream))
+            await asyncio.to_thread(until, lambda: len(backend.requests) == 3)
+            queued.hang_up()
+            await queued.task
+            first.release.set()
+            await running_call.task
+            last = Call(app, body("three"))
+            await last.task
+            assert last.status == 200
+            assert len(backend.params) == 3  # warm-up, first, last
+
+    run(test())
+
+
+def test_requests_run_one_at_a_time_in_their_order() -> None:
+    order: list[str] = []
+
+    class Recording(FakeBackend):
+        busy = threading.Lock()
+
+        def generate(self, prompt: Any, params: Any, cancel: Any) -> Any:
+            assert self.busy.acquire(blocking=False)
+            try:
+                order.append(str(len(prompt.tokens)))
+                yield from super().generate(prompt, params, cancel)
+            finally:
+                self.busy.release()
+
+    async def test() -> None:
+        gate = Script(hold_at=0)
+        backend = Recording(Script(), gate, Script())
+        async with running(app_of(backend)) as app:
+            await ready(app)
+            order.clear()
+            calls = []
+            for n in range(1, 6):
+                calls.append(Call(app, body("w " * n, stream=n % 2 == 0)))
+                await asyncio.to_thread(until, lambda n=n: len(backend.requests) == n + 1)
+                await asyncio.sleep(0)
+            gate.release.set()
+            await asyncio.gather(*(call.task for call in calls))
+            assert [call.status for call in calls] == [200] * 5
+
+    run(test())
+    assert order == ["1", "2", "3", "4", "5"]
+
+
+def test_a_full_queue_is_a_503_that_says_when() -> None:
+    gate = Script(hold_at=0)
+    backend = FakeBackend(Script(), gate, Script())
+
+    async def test() -> None:
+        async with running(app_of(backend, queue_limit=1)) as app:
+            await ready(app)
+            held = Call(app, body())
+            await asyncio.to_thread(acquire, backend.holding)
+            queued = Call(app, body(stream=True))
+            await queued.until(lambda: queued.status == 200)
+            refused = Call(app, body())
+            await refused.task
+            assert refused.status == 503
+            assert b"1 requests wait already" in refused.body
+            gate.release.set()
+            await asyncio.gather(held.task, queued.task)
+
+    run(test())
+
+
+def test_503_while_loading_and_no_wait_for_it() -> None:
+    may_load = threading.Event()
+    backend = FakeBackend()
+
+    def load(progress: Any) -> FakeBackend:
+        progress(0.25)
+        assert may_load.wait(WAIT_S)
+        return backend
+
+    with TestClient(create_app(load, ServerConfig())) as client:
+        until(lambda: "25%" in client.get("/health").text)
+        for method, path in (
+            ("GET", "/health"),
+            ("GET", "/v1/models"),
+            ("POST", "/v1/chat/completions"),
+        ):
+            response = client.request(method, path, json=body() if method == "POST" else None)
+            error = response.json()["error"]
+            assert (response.status_code, error["type"]) == (503, "unavailable_error")
+            assert error["message"] == "the model is loading (25%)"
+            assert "retry-after" in response.headers
+        may_load.set()
+        until(lambda: client.get("/health").status_code == 200)
+    assert backend.closed
+
+
+def test_a_stop_ends_the_loading() -> None:
+    entered = threading.Event()
+
+    def load(progress: Any) -> FakeBackend:
+        entered.set()
+        while True:
+            progress(0.5)
+
+    failures: list[BaseException] = []
+    with TestClient(create_app(load, ServerConfig(), on_failure=failures.append)):
+        assert entered.wait(WAIT_S)
+    assert failures == []  # stopping is no failure
+
+
+def test_a_stop_answers_all_who_wait() -> None:
+    backend = FakeBackend(Script(), Script(ENDLESS, hold_at=0))
+
+    async def test() -> None:
+        async with running(app_of(backend)) as app:
+            await ready(app)
+            held = Call(app, body(stream=True))
+            await asyncio.to_thread(acquire, backend.holding)
+            queued = Call(app, body())
+            await asyncio.to_thread(until, lambda: len(backend.requests) == 3)
+            await asyncio.sleep(0)
+        await asyncio.gather(held.task, queued.task)
+        assert b"unavailable_error" in held.body
+        assert (queued.status, backend.closed) == (503, True)
+
+    run(test())

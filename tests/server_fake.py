@@ -1,0 +1,167 @@
+"""A stand-in for the engine that plays a script, and a client that can hang up."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+
+from kvmem.chat.render import RenderedChat
+from kvmem.chat.request import ChatRequest, RequestDefaults
+from kvmem.config import ServerConfig
+from kvmem.engine.events import Done, Event, PromptProgress, StopReason, TokenEvent
+from kvmem.engine.prompt import Prompt
+from kvmem.engine.sampling import GenerateParams
+from kvmem.engine.stats import RequestStats
+from kvmem.llama.context import CancelToken
+from kvmem.server.app import create_app
+
+WAIT_S = 10.0
+
+
+@dataclass
+class Script:
+    """What one generation does.
+
+    pieces: bytes of each token. fail_at: raise `error` before this token (-1: before progress).
+    hold_at: before this token, wait until `release` is set or the request is cancelled.
+    """
+
+    pieces: Sequence[bytes] = (b"Hello", b" world")
+    error: Exception | None = None
+    fail_at: int = 0
+    hold_at: int | None = None
+    release: threading.Event = field(default_factory=threading.Event)
+
+
+class FakeBackend:
+    """A prompt's tokens are its words; each generation plays the next script, or the last again."""
+
+    def __init__(self, *scripts: Script, n_ctx: int = 64) -> None:
+        self.n_ctx = n_ctx
+        self.scripts = list(scripts) or [Script()]
+        self.requests: list[ChatRequest] = []
+        self.params: list[GenerateParams] = []
+        self.ends: list[str] = []
+        self.started = threading.Semaphore(0)
+        self.holding = threading.Semaphore(0)
+        self.ended = threading.Semaphore(0)
+        self.closed = False
+
+    def render(self, request: ChatRequest) -> RenderedChat:
+        self.requests.append(request)
+        text = " ".join(message.text for message in request.messages)
+        return RenderedChat(text=text, prompt=Prompt(tokens=tuple(range(len(text.split())))))
+
+    def generate(
+        self, prompt: Prompt, params: GenerateParams, cancel: CancelToken
+    ) -> Iterator[Event]:
+        script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+        self.params.append(params)
+        self.started.release()
+        end: str = "failed"
+        try:
+            for event in self._play(script, prompt, params, cancel):
+                if isinstance(event, Done):
+                    end = event.reason
+                yield event
+        finally:
+            self.ends.append(end)
+            self.ended.release()
+
+    def _play(
+        self, script: Script, prompt: Prompt, params: GenerateParams, cancel: CancelToken
+    ) -> Iterator[Event]:
+        if script.error is not None and script.fail_at < 0:
+            raise script.error
+        n = len(prompt.tokens)
+        stats = RequestStats(prompt_tokens=n, cached_tokens=n // 2, prompt_s=0.5, decode_s=0.25)
+        reason: StopReason = "stop"
+        yield PromptProgress(n // 2, n)
+        for index, piece in enumerate(script.pieces):
+            if index == script.hold_at:
+                self.holding.release()
+                while not (script.release.wait(0.01) or cancel.is_set()):
+                    pass
+            if cancel.is_set():
+                reason = "cancelled"
+                break
+            if script.error is not None and script.fail_at == index:
+                raise script.error
+            if index == params.max_tokens:
+                reason = "length"
+                break
+            stats.completion_tokens += 1
+            yield TokenEvent(index, piece)
+        yield Done(reason, stats)
+
+    def describe(self) -> dict[str, Any]:
+        return {"n_ctx": self.n_ctx}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def app_of(
+    backend: FakeBackend, *, defaults: RequestDefaults | None = None, **config: Any
+) -> Starlette:
+    return create_app(lambda _: backend, ServerConfig(alias="tiny", **config), defaults=defaults)
+
+
+def acquire(semaphore: threading.Semaphore) -> None:
+    """Wait for it, or fail the test."""
+    assert semaphore.acquire(timeout=WAIT_S)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait, without a fixed time, for what another thread does soon."""
+    waiting = threading.Event()
+    for _ in range(int(WAIT_S / 0.005)):
+        if condition():
+            return
+        waiting.wait(0.005)
+    raise AssertionError("it did not happen")
+
+
+class Call:
+    """One HTTP exchange, straight over ASGI: what came back is readable while it runs."""
+
+    def __init__(self, app: Starlette, body: dict[str, Any]) -> None:
+        self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
+        self.status: int | None = None
+        self.body = b""
+        self._news = asyncio.Event()
+        path = "/v1/chat/completions"
+        scope = {
+            "type": "http", "http_version": "1.1", "method": "POST", "path": path,
+            "raw_path": path.encode(), "query_string": b"", "headers": [], "root_path": "",
+            "scheme": "http", "server": ("test", 80), "client": ("test", 1),
+        }  # fmt: skip
+        self.task = asyncio.create_task(app(scope, self._inbox.get, self._send))
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        self.body += message.get("body", b"")
+        self._news.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                self._news.clear()
+                await self._news.wait()
+
+    def hang_up(self) -> None:
+        self._inbox.put_nowait({"type": "http.disconnect"})
+
+
+@asynccontextmanager
+async def running(app: Starlette) -> AsyncIterator[Starlette]:
+    """The application between start-up and shutdown."""
+    async with app.router.lifespan_context(app):
+        yield app
