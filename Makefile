@@ -21,7 +21,7 @@ setup: $(VENV)/ready
 # What pip installs is listed in pyproject.toml alone; a change there sets up again.
 $(VENV)/ready: pyproject.toml scripts/requirements
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(REQUIRE) build run test check > $(VENV)/requirements.txt
+	$(REQUIRE) build dev run test check > $(VENV)/requirements.txt
 	$(PIP) install --quiet --requirement $(VENV)/requirements.txt
 	touch $@
 

@@ -138,7 +138,7 @@ State = Literal["empty", "pin", "patched", "outdated"]
 def inspect_tree(tree: Path, pin: Pin, series: Sequence[FilePatch]) -> State:
     """What `tree` is; without a record it gets one if it is the pin, with `series` or without.
 
-    "outdated" is the pin with another set of our patches: of an older series, or an interrupted run.
+    "outdated" is the pin with another set of our patches: an older series, an interrupted run.
     Raises Refusal, with the files, for a tree that anyone else has changed.
     """
     files = list_tree(tree)
