@@ -31,6 +31,13 @@ if(KVMEM_LLAMA_SOURCE)
     set(LLAMA_BUILD_COMMIT checkout)
 endif()
 
+# Only what scripts/cmake/<map> names stays visible in `target`.
+function(kvmem_limit_exports target map)
+    set(path ${CMAKE_CURRENT_SOURCE_DIR}/scripts/cmake/${map})
+    target_link_options(${target} PRIVATE LINKER:--version-script=${path})
+    set_property(TARGET ${target} APPEND PROPERTY LINK_DEPENDS ${path})
+endfunction()
+
 function(kvmem_add_llama)
     set(GIT_EXE "")  # else ggml takes our own commit for its
     set(BUILD_SHARED_LIBS ON)
@@ -79,6 +86,7 @@ if(KVMEM_CUDA)
     target_compile_definitions(llama PRIVATE KVMEM_CUDA)
     target_link_libraries(llama PRIVATE CUDA::cudart)
 endif()
+kvmem_limit_exports(llama llama.map)
 
 # The bridge hides llama-common: templates, chat parsing and samplers behind a C API of strings and handles.
 file(GLOB bridge_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/src/kvmem/bridge/*.cpp)
@@ -86,7 +94,8 @@ if(bridge_sources)
     add_library(kvmem-bridge SHARED ${bridge_sources})
     target_include_directories(kvmem-bridge PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src/kvmem/bridge)
     target_link_libraries(kvmem-bridge PRIVATE llama-common llama)
-    target_link_options(kvmem-bridge PRIVATE LINKER:--exclude-libs,ALL LINKER:-Bsymbolic LINKER:-z,defs)
+    target_link_options(kvmem-bridge PRIVATE LINKER:-Bsymbolic LINKER:-z,defs)
+    kvmem_limit_exports(kvmem-bridge bridge.map)
     set_property(TARGET kvmem-bridge PROPERTY INSTALL_RPATH $ORIGIN)
     list(APPEND KVMEM_LLAMA_LIBS kvmem-bridge)
     list(APPEND KVMEM_LINK_LIBS kvmem-bridge)
