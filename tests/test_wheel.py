@@ -1,0 +1,257 @@
+"""The wheel and the source archive that `make ci` built, looked at and installed as by a user.
+
+`make ci` leaves beside the folder that KVMEM_DIST names `source/`, the unpacked archive, and
+`objects/`, the build folder of the wheel.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from pinned_tree import inspect_tree, read_pin, read_series
+
+pytestmark = [pytest.mark.wheel, pytest.mark.slow]
+
+# Libraries that every Linux with glibc and libstdc++ has; CUDA's are the machine's own.
+SYSTEM_LIBRARIES = re.compile(
+    r"(libc|libm|libdl|libpthread|librt|libstdc\+\+|libgcc_s|ld-linux-x86-64|ld-linux-aarch64"
+    r"|libcuda|libcudart|libcublas|libcublasLt|libnccl)\.so(\.\d+)*"
+)
+SUFFIXES = {".py", ".pyi", ".pxd", ".so", ".typed", ".html", ".css", ".js", ".svg", ".json"}
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    """The output of a command that must succeed; no variable tells it where libraries are."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "KVMEM_LLAMA_SOURCE")
+    }
+    result = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def only(folder: Path, pattern: str) -> Path:
+    found = list(folder.glob(pattern))
+    assert len(found) == 1, f"{folder} holds {len(found)} of {pattern}"
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    return only(dist, "kvmem-*.whl")
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def make_environment(folder: Path) -> Path:
+    """A new virtual environment without pip; its Python."""
+    venv.create(folder)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of a clean environment that holds the wheel and nothing else."""
+    python = make_environment(tmp_path_factory.mktemp("clean") / "venv")
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    return python
+
+
+# what is in the wheel
+
+
+def test_wheel_holds_the_package_and_its_licences_only(unpacked: Path) -> None:
+    files = {path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_file()}
+    info = only(unpacked, "kvmem-*.dist-info").name
+    assert {path.parts[0] for path in files} == {"kvmem", info}
+    assert {Path(info, "licenses", name) for name in ("LICENSE", "NOTICE")} <= files
+    strange = [path for path in files if path.parts[0] == "kvmem" and path.suffix not in SUFFIXES]
+    assert not strange
+
+
+def test_libraries_have_our_names(unpacked: Path) -> None:
+    names = sorted(path.name for path in (unpacked / "kvmem" / "lib").iterdir())
+    wanted = (
+        "libkvmem-llama.so",
+        "libkvmem-ggml.so",
+        "libkvmem-ggml-base.so",
+        "libkvmem-bridge.so",
+    )
+    assert set(wanted) <= set(names)
+    assert all(name.startswith("libkvmem-") and name.endswith(".so") for name in names)
+
+
+def test_notice_names_what_is_inside(unpacked: Path, root: Path) -> None:
+    notice = next(unpacked.glob("*.dist-info/licenses/NOTICE")).read_text()
+    upstream = (root / "vendor" / "llama.cpp" / "LICENSE").read_text()
+    copyright_line = next(line for line in upstream.splitlines() if line.startswith("Copyright"))
+    assert copyright_line in notice
+    assert "SmolLM2" in notice and "Apache" in notice
+
+
+def test_no_file_names_the_folder_it_was_built_in(unpacked: Path, root: Path, dist: Path) -> None:
+    known = [str(path).encode() for path in (root, dist.parent, Path.home(), sys.prefix)]
+    source = re.compile(rb"/[\w./+-]+/(?:[\w.+-]+\.(?:cpp|cu|c|cuh|h|hpp|pyx|pxd)|pip-[\w-]+)\b")
+    for path in unpacked.rglob("*"):
+        if not path.is_file():
+            continue
+        data = path.read_bytes()
+        named = [name for name in known if name in data]
+        if path.suffix == ".so":
+            named += [
+                name
+                for name in source.findall(data)
+                if name.startswith(b"/") and b"/./" not in name
+            ]
+        assert not named, f"{path.name} names {named[:3]}"
+
+
+def list_dynamic(path: Path, tag: str) -> list[str]:
+    """The values of one tag (NEEDED, SONAME, RUNPATH) in a library's dynamic section."""
+    return re.findall(rf"\({tag}\).*\[(.*)\]", run("readelf", "--dynamic", "--wide", path))
+
+
+def test_libraries_need_ours_and_the_systems_only(unpacked: Path) -> None:
+    ours = {path.name for path in (unpacked / "kvmem" / "lib").iterdir()}
+    for path in unpacked.rglob("*.so"):
+        for needed in list_dynamic(path, "NEEDED"):
+            assert needed in ours or SYSTEM_LIBRARIES.fullmatch(needed), f"{path.name}: {needed}"
+        assert list_dynamic(path, "SONAME") in ([], [path.name])
+        paths = list_dynamic(path, "RUNPATH") + list_dynamic(path, "RPATH")
+        assert set(paths) <= {"$ORIGIN", "$ORIGIN/../lib"}, f"{path.name}: {paths}"
+
+
+def list_exports(path: Path) -> list[str]:
+    lines = run("nm", "--dynamic", "--defined-only", "--demangle", path).splitlines()
+    return [line.split(maxsplit=2)[2] for line in lines]
+
+
+def test_exports_are_llama_and_our_own(unpacked: Path, root: Path) -> None:
+    lib = unpacked / "kvmem" / "lib"
+    extended = (root / "vendor" / "llama.cpp" / "src" / "llama-ext.h").read_text()
+    for name in list_exports(lib / "libkvmem-llama.so"):
+        if "(" in name:  # a C++ function, which only llama-ext.h may declare
+            assert re.search(rf"\b{re.escape(name.split('(')[0])}\(", extended), name
+        else:
+            assert name.startswith(("llama_", "kvmem_")), name
+    assert all(name.startswith("kvmem_") for name in list_exports(lib / "libkvmem-bridge.so"))
+
+
+# the wheel, installed
+
+IMPORT = """
+import sys, threading
+before = set(sys.modules)
+import kvmem
+after = {name for name in set(sys.modules) - before if name.split('.')[0] == 'kvmem'}
+with open('/proc/self/maps') as maps:
+    mapped = 'libkvmem' in maps.read()
+sys.exit(repr((after, mapped, threading.active_count())) if mapped or len(after) > 1 else 0)
+"""
+
+LOAD = """
+import ctypes, pathlib, kvmem
+lib = pathlib.Path(kvmem.__file__).parent / 'lib'
+for path in sorted(lib.iterdir()):
+    ctypes.CDLL(str(path))
+print(ctypes.CDLL(str(lib / 'libkvmem-llama.so')).llama_max_devices())
+"""
+
+
+def test_importing_kvmem_does_nothing(installed: Path, tmp_path: Path) -> None:
+    assert run(installed, "-W", "error", "-c", IMPORT, cwd=tmp_path) == ""
+
+
+def test_libraries_load_without_any_variable(installed: Path, tmp_path: Path) -> None:
+    assert int(run(installed, "-c", LOAD, cwd=tmp_path)) > 0
+
+
+def test_extension_modules_import(dist: Path, tmp_path: Path) -> None:
+    names = "import importlib, pathlib, kvmem\n"
+    names += "root = pathlib.Path(kvmem.__file__).parent\n"
+    names += "for path in sorted(root.rglob('*.cpython-*.so')):\n"
+    names += "    parts = path.relative_to(root.parent).with_name(path.name.split('.')[0]).parts\n"
+    names += "    importlib.import_module('.'.join(parts)); print('.'.join(parts))\n"
+    imported = run(sys.executable, "-c", names, cwd=tmp_path).split()
+    assert "kvmem._cyutility" in imported and len(imported) > 1
+
+
+# the source archive
+
+
+def test_source_archive_carries_the_patched_llama(dist: Path, root: Path) -> None:
+    with tarfile.open(only(dist, "kvmem-*.tar.gz")) as archive:
+        names = [name.split("/", 1)[1] for name in archive.getnames()]
+    assert not [name for name in names if name.endswith((".so", ".o", ".gguf", ".tar.gz"))]
+    assert {"LICENSE", "NOTICE", "README.md", "patches/series", "vendor/PIN"} <= set(names)
+    source = dist.parent / "source"
+    state = inspect_tree(source / "vendor" / "llama.cpp", read_pin(), read_series())
+    assert state == "patched"
+    # the wheel was built there with --no-index: nothing was downloaded for it
+    assert not list((source / "vendor").glob("*.tar.gz"))
+
+
+def test_editable_install_works_from_any_folder(dist: Path, tmp_path: Path) -> None:
+    source, objects = dist.parent / "source", dist.parent / "objects"
+    llama = objects / "bin" / "libkvmem-llama.so"
+    built = llama.stat().st_mtime_ns
+    python = make_environment(tmp_path / "venv")
+    packages = python.parent.parent / "lib" / f"python{sysconfig.get_python_version()}"
+    (packages / "site-packages" / "outer.pth").write_text(sysconfig.get_path("purelib"))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    settings = ("--config-settings", f"build-dir={objects}")
+    pip = (python, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps")
+    run(*pip, "--no-index", *settings, "--editable", source, cwd=elsewhere)
+    assert llama.stat().st_mtime_ns == built, "the editable install has built llama.cpp again"
+    code = "import kvmem, kvmem._cyutility as c; print(kvmem.__file__); print(c.__file__)"
+    module, extension = run(python, "-c", code, cwd=elsewhere).split()
+    assert Path(module).is_relative_to(source)
+    assert Path(extension).is_relative_to(tmp_path / "venv")
+
+
+# building again
+
+
+def list_steps(objects: Path) -> list[str]:
+    """What ninja would do now."""
+    lines = run("ninja", "-C", objects, "-n", "-d", "explain").splitlines()
+    return [line for line in lines if re.match(r"\[\d+/\d+\]", line)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "n_compiled"), [("src/kvmem/*/*.pyx", 1), ("src/kvmem/adapter/*.cpp", 1)]
+)
+def test_a_change_compiles_one_file(dist: Path, pattern: str, n_compiled: int) -> None:
+    objects = dist.parent / "objects"
+    assert not [step for step in list_steps(objects) if "Building" in step]
+    path = sorted((dist.parent / "source").glob(pattern))[0]
+    before = path.stat()
+    os.utime(path)
+    try:
+        steps = list_steps(objects)
+    finally:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    compiled = [step for step in steps if "Building" in step]
+    assert len(compiled) == n_compiled
+    assert path.stem in compiled[0]
