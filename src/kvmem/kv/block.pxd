@@ -16,7 +16,6 @@ cdef class BlockTable:
     cdef Token[::1] _tokens               # [_capacity_tokens]
     cdef Pos[:, ::1] _pos                 # [_capacity_tokens, 4]
     cdef long long[::1] _version          # per block: changes whenever its content does
-    cdef long long[::1] _selected         # per block: when a selection last held it
 
     cdef inline int fill(self, BlockId block) noexcept nogil:
         """Tokens in the block, 0 to block_tokens."""
@@ -28,14 +27,8 @@ cdef class BlockTable:
     cdef inline long long version(self, BlockId block) noexcept nogil:
         return self._version[block]
 
-    cdef inline long long selected(self, BlockId block) noexcept nogil:
-        return self._selected[block]
-
-    cdef inline void touch(self, BlockId block, long long when) noexcept nogil:
-        self._selected[block] = when
-
     cdef int grow(self, int n_tokens) except -1
-    cdef int append(self, const Token *tokens, const Pos *pos, int n, long long when) except -1
+    cdef int append(self, const Token *tokens, const Pos *pos, int n) except -1
     cdef int cut(self, int n_tokens) except -1
     cdef void write_meta(self, BlockId block, CellMeta *meta) noexcept nogil
     cdef void _renew(self, BlockId block) noexcept nogil

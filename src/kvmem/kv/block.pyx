@@ -58,14 +58,12 @@ cdef class BlockTable:
     def _resize(self, int n_tokens):
         cdef int n_blocks = (n_tokens + self.block_tokens - 1) // self.block_tokens
         cdef int n = n_blocks * self.block_tokens
-        cdef size_t n_bytes = (n * 5 * <size_t>sizeof(int)
-                               + n_blocks * 2 * <size_t>sizeof(long long))
+        cdef size_t n_bytes = n * 5 * sizeof(int) + n_blocks * sizeof(long long)
         self._budget.take(n_bytes, f"the token table for {n} tokens")
         try:
             tokens = np.zeros(n, dtype=np.int32)
             pos = np.zeros((n, 4), dtype=np.int32)
             version = np.zeros(n_blocks, dtype=np.int64)
-            selected = np.zeros(n_blocks, dtype=np.int64)
         except MemoryError:
             self._budget.give_back(n_bytes)
             raise
@@ -73,9 +71,7 @@ cdef class BlockTable:
             tokens[:self.n_tokens] = self._tokens_array[:self.n_tokens]
             pos[:self.n_tokens] = self._pos_array[:self.n_tokens]
             version[:self.n_blocks] = self._version[:self.n_blocks]
-            selected[:self.n_blocks] = self._selected[:self.n_blocks]
-        self._tokens, self._pos = tokens, pos
-        self._version, self._selected = version, selected
+        self._tokens, self._pos, self._version = tokens, pos, version
         self._tokens_array, self._pos_array = tokens.view(), pos.view()
         self._tokens_array.flags.writeable = False
         self._pos_array.flags.writeable = False
@@ -83,8 +79,8 @@ cdef class BlockTable:
         self.n_bytes = n_bytes
         self._capacity_tokens = n
 
-    cdef int append(self, const Token *tokens, const Pos *pos, int n, long long when) except -1:
-        """Add n tokens, pos: [n, 4]; `grow` made room for them. New blocks count as selected."""
+    cdef int append(self, const Token *tokens, const Pos *pos, int n) except -1:
+        """Add n tokens, pos: [n, 4]; `grow` made room for them."""
         cdef BlockId block
         if n == 0:
             return 0
@@ -95,7 +91,6 @@ cdef class BlockTable:
         self.n_tokens += n
         for block in range(self.n_blocks, (self.n_tokens - 1) // self.block_tokens + 1):
             self._renew(block)
-            self._selected[block] = when
         self.n_blocks = (self.n_tokens - 1) // self.block_tokens + 1
         return 0
 

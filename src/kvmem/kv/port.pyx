@@ -14,6 +14,7 @@ from kvmem.ids cimport CellId, SlotId
 __all__ = ["ArrayPort", "DevicePort"]
 
 cdef size_t PAGE_BYTES = 4096
+cdef long long MAX_CELLS = 2**31 - 1
 cdef unsigned char POISON = 0xDB  # what forgotten and never written rows hold
 
 
@@ -28,6 +29,8 @@ cdef class DevicePort:
         cdef size_t token_bytes = 0
         if n_slots < 1 or block_tokens < 1:
             raise ValueError(f"a device needs slots and tokens, not {n_slots} and {block_tokens}")
+        if <long long>n_slots * block_tokens > MAX_CELLS:
+            raise ValueError(f"{n_slots} slots of {block_tokens} tokens are more than {MAX_CELLS}")
         for n_bytes in row_bytes:
             if n_bytes < 1:
                 raise ValueError(f"row_bytes is {row_bytes}, but each must be at least 1")

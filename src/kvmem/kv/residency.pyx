@@ -2,6 +2,7 @@
 
 cimport cython
 from libc.stdlib cimport calloc, free, realloc
+from libc.string cimport memcpy
 
 import numpy as np
 
@@ -69,7 +70,9 @@ cdef class Residency:
 
     def blocks(self):
         """The block of each slot, -1 for free: int32 [n_slots], a copy."""
-        return np.array([self._block_of_slot[slot] for slot in range(self.n_slots)], dtype=np.int32)
+        cdef BlockId[::1] held = np.empty(self.n_slots, dtype=np.int32)
+        memcpy(&held[0], self._block_of_slot, self.n_slots * sizeof(BlockId))
+        return np.asarray(held)
 
     def n_free_slots(self, *, bint reply=False, bint drafts=False):
         """Blocks that may still come: of the history, of a reply, of a reply with drafts."""

@@ -6,7 +6,9 @@ from kvmem.errors import CapacityError
 
 from kvmem.ids cimport BlockId
 
-__all__ = ["select", "select_recent"]
+__all__ = ["block_ids", "select", "select_recent"]
+
+MAX_BLOCK = 2**31 - 1
 
 
 def select(scores, int n_blocks, int budget_blocks, pins=(), int sink_blocks=1, int recent_blocks=1,
@@ -38,8 +40,8 @@ def select(scores, int n_blocks, int budget_blocks, pins=(), int sink_blocks=1, 
     if n_blocks < 0 or budget_blocks < 1 or sink_blocks < 0 or recent_blocks < 0:
         raise ValueError(f"n_blocks={n_blocks}, budget_blocks={budget_blocks}, "
                          f"sink_blocks={sink_blocks}, recent_blocks={recent_blocks}")
-    pinned = _block_ids(pins, n_blocks, "pins")
-    ranked = _rank(scores, n_blocks) if order is None else _block_ids(order, n_blocks, "order")
+    pinned = _known_ids(pins, n_blocks, "pins")
+    ranked = _rank(scores, n_blocks) if order is None else _known_ids(order, n_blocks, "order")
     if order is not None and scores is not None:
         raise ValueError("give scores or order, not both")
     line = np.concatenate([
@@ -87,15 +89,23 @@ def _rank(scores, int n_blocks):
     return np.argsort(values, kind="stable")[::-1].astype(np.int32)
 
 
-def _block_ids(blocks, int n_blocks, str name):
+def block_ids(blocks, str name):
+    """Any row of whole numbers as int32 [n]; ValueError names what it is otherwise."""
     ids = np.asarray(blocks if isinstance(blocks, np.ndarray) else list(blocks))
     if ids.size == 0:
         return np.empty(0, dtype=np.int32)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"{name} must be a row of block ids")
-    if ids.min() < 0 or ids.max() >= n_blocks:
-        raise ValueError(f"{name} holds blocks that are not in 0..{n_blocks - 1}")
+    if ids.min() < 0 or ids.max() > MAX_BLOCK:
+        raise ValueError(f"{name} holds {ids.min()}..{ids.max()}, which are no block ids")
     return ids.astype(np.int32)
+
+
+def _known_ids(blocks, int n_blocks, str name):
+    ids = block_ids(blocks, name)
+    if ids.size and ids.max() >= n_blocks:
+        raise ValueError(f"{name} holds block {ids.max()}, but there are {n_blocks}")
+    return ids
 
 
 cdef inline bint _admit(unsigned char[::1] chosen, BlockId block, int *n_left) noexcept nogil:

@@ -27,6 +27,9 @@ cdef class Stager:
     cdef int evict(self, const BlockId *blocks, int n) except -1
     cdef int move(self, BlockId block, SlotId target) except -1
     cdef int stage_in(self, const BlockId *blocks, const SlotId *slots, int n) except -1
+    cdef int bring(self, BlockId block) except -1
+    cdef bytes read(self, BlockId block)
+    cdef BlockId _who_leaves_for(self, BlockId incoming) noexcept nogil
     cdef unsigned char *_copy_of(self, BlockId block) except NULL
     cdef list take_fresh(self)
     cdef int forget_fresh(self, BlockId first) except -1

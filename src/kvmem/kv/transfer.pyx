@@ -178,6 +178,57 @@ cdef class Stager:
         self.n_in += n
         return 0
 
+    cdef int bring(self, BlockId block) except -1:
+        """Make an absent block resident: in the lowest free slot, or in that of another block."""
+        cdef SlotId slot = self._residency.lowest_free()
+        cdef BlockId leaving
+        if slot == -1:
+            leaving = self._who_leaves_for(block)
+            slot = self._residency.slot_of(leaving)
+            self.evict(&leaving, 1)
+        return self.stage_in(&block, &slot, 1)
+
+    cdef BlockId _who_leaves_for(self, BlockId incoming) noexcept nogil:
+        """Make way for a block whose successors are about to be forgotten.
+
+        First one of those goes, best with a copy. Else the least recently selected: what is
+        resident was in the last selection or was read since, so that is the lowest id. Block 0 goes
+        last, as attention leans on it. The last token's block stays; when all slots are used there
+        is another, since there are three slots at least.
+        """
+        cdef SlotId slot
+        cdef BlockId block, best = -1
+        cdef int rank, best_rank = 4
+        for slot in range(self._residency.n_slots):
+            block = self._residency.block_at(slot)
+            if block == -1 or block == self._table.n_blocks - 1:
+                continue
+            if block > incoming:
+                rank = 0 if self.has_copy(block) else 1
+            else:
+                rank = 2 if block > 0 else 3
+            if rank < best_rank or (rank == best_rank and block < best):
+                best, best_rank = block, rank
+        return best
+
+    cdef bytes read(self, BlockId block):
+        """The rows of the block's tokens: tensor after tensor, fill(block) rows each."""
+        cdef unsigned char[::1] scratch
+        cdef unsigned char *payload
+        cdef SlotId slot = self._residency.slot_of(block)
+        cdef Py_ssize_t fill = self._table.fill(block), n_bytes
+        if slot == -1:
+            payload = self._store.payload(self._copy_of(block))
+        else:
+            scratch = np.empty(self._port.payload_bytes, dtype=np.uint8)
+            payload = &scratch[0]
+            self._port.stage_out(&slot, &payload, 1)
+        rows = []
+        for n_bytes in self._port.row_bytes:
+            rows.append((<const char *>payload)[:fill * n_bytes])
+            payload += self._table.block_tokens * n_bytes
+        return b"".join(rows)
+
     cdef unsigned char *_copy_of(self, BlockId block) except NULL:
         """The block's record, checked against the history: it must hold these very tokens."""
         cdef unsigned char *record = self._store.find(block, self._table.version(block))

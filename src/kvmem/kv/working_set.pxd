@@ -18,15 +18,12 @@ cdef class WorkingSet:
     cdef Residency _residency
     cdef HostStore _store
     cdef Stager _stager
-    cdef long long _clock                 # counts selections
     cdef object _cells_array
     cdef CellId[::1] _cells               # of the pending tokens; [n_slots * block_tokens]
     cdef BlockId[::1] _blocks             # scratch; [n_slots]
 
     cdef int _require_idle(self) except -1
     cdef int _require_block(self, int block) except -1
-    cdef int _n_new_blocks(self, int n_tokens) noexcept nogil
+    cdef long long _n_new_blocks(self, long long n_tokens) noexcept nogil
     cdef int _discard(self, int n_accepted) except -1
     cdef int _open_rest(self) noexcept nogil
-    cdef int _stage_in_last(self, BlockId last) except -1
-    cdef BlockId _least_recent(self, BlockId last) noexcept nogil

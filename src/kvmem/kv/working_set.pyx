@@ -10,6 +10,7 @@ import numpy as np
 from kvmem.errors import CapacityError, ConfigError, StateError
 from kvmem.kv.check import check_memory
 from kvmem.kv.place import place
+from kvmem.kv.select import block_ids
 from kvmem.kv.transfer import Transfer
 
 __all__ = ["Counters", "WorkingSet"]
@@ -45,7 +46,7 @@ cdef class WorkingSet:
     Args:
         port: the device; it outlives the working set.
         block_tokens: tokens of a block, as the port has it.
-        budget_blocks: blocks of history.
+        budget_blocks: blocks of history, at least 2.
         reserve_blocks: blocks kept free for one reply.
         slack_blocks: blocks for drafts alone.
         budget: the host limit, shared with summaries and checkpoints.
@@ -60,8 +61,9 @@ cdef class WorkingSet:
                   bint ordered=False):
         if block_tokens != port.block_tokens:
             raise ConfigError("block_tokens", block_tokens, f"the device's, {port.block_tokens}")
-        if budget_blocks < 1:
-            raise ConfigError("budget_blocks", budget_blocks, "at least 1")
+        if budget_blocks < 2:
+            raise ConfigError("budget_blocks", budget_blocks,
+                              "at least 2: the last block stays while prefill begins the next")
         if reserve_blocks < 1:
             raise ConfigError("reserve_blocks", reserve_blocks, "at least 1")
         if slack_blocks < (1 if ordered else 0):
@@ -203,24 +205,9 @@ cdef class WorkingSet:
 
         From the device if the block is resident, else from its host copy.
         """
-        cdef unsigned char[::1] scratch
-        cdef unsigned char *payload
-        cdef int slot
         self._require_idle()
         self._require_block(block)
-        slot = self._residency.slot_of(block)
-        if slot == -1:
-            payload = self._store.payload(self._stager._copy_of(block))
-        else:
-            scratch = np.empty(self.payload_bytes, dtype=np.uint8)
-            payload = &scratch[0]
-            self._port.stage_out(&slot, &payload, 1)
-        cdef Py_ssize_t fill = self._table.fill(block)
-        rows = []
-        for n_bytes in self._port.row_bytes:
-            rows.append((<const char *>payload)[:fill * <Py_ssize_t>n_bytes])
-            payload += self.block_tokens * <Py_ssize_t>n_bytes
-        return b"".join(rows)
+        return self._stager.read(block)
 
     # a decode call
 
@@ -236,7 +223,8 @@ cdef class WorkingSet:
         Raises:
             CapacityError: no room for them; nothing changed.
         """
-        cdef int n_firm, n_all, n_free, i, index
+        cdef long long n_firm, n_all
+        cdef int n_free, i, index
         cdef BlockId block
         self._require_idle()
         if n_tokens < 1:
@@ -253,8 +241,8 @@ cdef class WorkingSet:
                 f"{self._open_rest()} and {n_free} blocks of {self.block_tokens} are free for "
                 f"{'a reply' if reply else 'prefill'}; evict blocks first or decode fewer tokens")
         self._table.grow(self._table.n_tokens + n_tokens)
-        self._residency.know(self._table.n_blocks + n_all)
-        for block in range(self._table.n_blocks, self._table.n_blocks + n_all):
+        self._residency.know(self._table.n_blocks + <int>n_all)
+        for block in range(self._table.n_blocks, self._table.n_blocks + <int>n_all):
             self._residency.assign(block, self._residency.lowest_free())
         for i in range(n_tokens):
             index = self._table.n_tokens + i
@@ -281,7 +269,7 @@ cdef class WorkingSet:
         if pos.shape[0] != n or pos.shape[1] != 4:
             raise ValueError(f"pos has shape ({pos.shape[0]}, {pos.shape[1]}), not ({n}, 4)")
         if n:
-            self._table.append(&tokens[0], &pos[0, 0], n, self._clock)
+            self._table.append(&tokens[0], &pos[0, 0], n)
         self._discard(n)
 
     def rollback(self):
@@ -327,7 +315,7 @@ cdef class WorkingSet:
         cdef BlockId block
         cdef int n = 0
         self._require_idle()
-        for block in sorted({int(b) for b in blocks}):
+        for block in np.unique(block_ids(blocks, "blocks")):
             self._require_block(block)
             if block == self._table.n_blocks - 1:
                 raise StateError(f"block {block} holds the last token, so it stays")
@@ -351,7 +339,7 @@ cdef class WorkingSet:
         """
         cdef int limit = self._residency.n_budget_slots + self._residency.n_reserve_slots
         cdef int n, i
-        cdef const int[::1] blocks = np.array(selection, dtype=np.int32, ndmin=1)
+        cdef const int[::1] blocks = block_ids(selection, "selection")
         self._require_idle()
         n = <int>blocks.shape[0]
         for i in range(n):
@@ -364,11 +352,7 @@ cdef class WorkingSet:
         if n > limit:
             raise CapacityError(f"{n} blocks are selected, but budget and reserve have {limit}; "
                                 "select fewer")
-        transfer = self._stager.perform(place(blocks, self._residency, ordered=self.ordered))
-        self._clock += 1
-        for i in range(n):
-            self._table.touch(blocks[i], self._clock)
-        return transfer
+        return self._stager.perform(place(blocks, self._residency, ordered=self.ordered))
 
     def make_room(self, int n_tokens, *, int reply_from_block):
         """Evict the oldest complete blocks of a reply until room(reply=True) holds n_tokens.
@@ -378,12 +362,13 @@ cdef class WorkingSet:
         Raises:
             CapacityError: that would not be enough; nothing left.
         """
-        cdef int slot, n = 0, n_short
+        cdef int slot, n = 0
+        cdef long long n_short
         cdef BlockId block
         self._require_idle()
         if n_tokens < 0 or reply_from_block < 0:
             raise ValueError(f"n_tokens={n_tokens}, reply_from_block={reply_from_block}")
-        # the true count may be negative, so n_free() would not do
+        # drafts may have used the slack, so this is not n_free(), which stops at 0
         n_short = (self._n_new_blocks(n_tokens) + self._residency.n_used
                    - self._residency.n_budget_slots - self._residency.n_reserve_slots)
         if n_tokens <= self._open_rest() or n_short <= 0:
@@ -399,14 +384,15 @@ cdef class WorkingSet:
                 f"from block {reply_from_block} on can leave; select fewer blocks of history or "
                 "raise the reserve")
         np.asarray(self._blocks)[:n].sort()
-        self._stager.evict(&self._blocks[0], n_short)
+        self._stager.evict(&self._blocks[0], <int>n_short)
         return n_short
 
     def truncate(self, int n_tokens):
         """Forget all tokens from n_tokens on, on the device and on the host.
 
-        The block of the last kept token becomes resident, in a free slot or in that of the block
-        that was selected longest ago. If it is cut inside, it is open again and its copy is gone.
+        The block of the last kept token becomes resident, in a free slot or in that of another
+        block, which leaves: one that is forgotten anyway, else the least recently selected. If it
+        is cut inside, it is open again and its copy is gone.
 
         Returns:
             a Transfer of what that took; forgotten blocks are not counted.
@@ -426,7 +412,7 @@ cdef class WorkingSet:
         elif n_tokens < self._table.n_tokens:
             last = (n_tokens - 1) // self.block_tokens
             if self._residency.slot_of(last) == -1:
-                self._stage_in_last(last)
+                self._stager.bring(last)
             for slot in range(self._residency.n_slots):
                 block = self._residency.block_at(slot)
                 if block > last:
@@ -486,9 +472,9 @@ cdef class WorkingSet:
         """Tokens that still fit in the open block; 0 if there is none."""
         return self._table.n_blocks * self.block_tokens - self._table.n_tokens
 
-    cdef int _n_new_blocks(self, int n_tokens) noexcept nogil:
+    cdef long long _n_new_blocks(self, long long n_tokens) noexcept nogil:
         """Blocks that n_tokens more need beyond the open one."""
-        cdef int n = n_tokens - self._open_rest()
+        cdef long long n = n_tokens - self._open_rest()
         return (n + self.block_tokens - 1) // self.block_tokens if n > 0 else 0
 
     cdef int _discard(self, int n_accepted) except -1:
@@ -505,35 +491,3 @@ cdef class WorkingSet:
             self._residency.release(block)
         self.n_pending = 0
         return 0
-
-    cdef int _stage_in_last(self, BlockId last) except -1:
-        """Make an absent block resident, wherever there is a slot."""
-        cdef int slot = self._residency.lowest_free()
-        cdef BlockId block
-        if slot == -1:
-            block = self._least_recent(last)
-            slot = self._residency.slot_of(block)
-            self._stager.evict(&block, 1)
-        self._stager.stage_in(&last, &slot, 1)
-        self._table.touch(last, self._clock)
-        return 0
-
-    cdef BlockId _least_recent(self, BlockId last) noexcept nogil:
-        """The block to leave first: one that goes anyway and has a copy, else by last selection.
-
-        With all slots used there is one besides the last token's block, as n_slots is at least 2.
-        """
-        cdef int slot
-        cdef BlockId block, best = -1
-        cdef bint goes, best_goes = False
-        for slot in range(self._residency.n_slots):
-            block = self._residency.block_at(slot)
-            if block == -1 or block == self._table.n_blocks - 1:
-                continue
-            goes = block > last and self._stager.has_copy(block)
-            if best == -1 or goes > best_goes or (goes == best_goes and (
-                    self._table.selected(block) < self._table.selected(best)
-                    or (self._table.selected(block) == self._table.selected(best)
-                        and block < best))):
-                best, best_goes = block, goes
-        return best
