@@ -28,7 +28,7 @@ class WorkingSetMachine(RuleBasedStateMachine):
 
     @initialize(
         block_tokens=st.integers(1, 4),
-        budget_blocks=st.integers(1, 4),
+        budget_blocks=st.integers(2, 4),
         reserve_blocks=st.integers(1, 3),
         slack_blocks=st.integers(1, 2),
         spare_slots=st.integers(0, 1),

@@ -1,0 +1,48 @@
+"""The one limit on host memory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmem.errors import CapacityError
+from kvmem.kv.budget import HostBudget
+
+
+@given(st.integers(1, 100), st.lists(st.integers(-60, 60), max_size=30))
+def test_the_limit_is_never_passed(limit: int, changes: list[int]) -> None:
+    budget, used = HostBudget(limit), 0
+    for change in changes:
+        try:
+            if change >= 0:
+                budget.charge(change, "a checkpoint")
+            else:
+                budget.release(-change)
+        except CapacityError:
+            assert used + change > limit
+        except ValueError:
+            assert -change > used
+        else:
+            used += change
+        assert 0 <= budget.used == used <= budget.limit == limit
+        assert budget.free == limit - used
+
+
+def test_the_message_names_the_numbers_and_the_way_out() -> None:
+    budget = HostBudget(100)
+    budget.charge(60)
+    with pytest.raises(
+        CapacityError, match=r"a checkpoint needs 41 .* 60 of the limit of 100 .* raise"
+    ):
+        budget.charge(41, "a checkpoint")
+    budget.charge(40)
+
+
+def test_a_limit_is_needed() -> None:
+    with pytest.raises(ValueError, match="limit is 0"):
+        HostBudget(0)
+    with pytest.raises(OverflowError):
+        HostBudget(-1)
+    with pytest.raises(OverflowError):
+        HostBudget(10).charge(-1)
