@@ -27,6 +27,7 @@ def test_equal_specs_are_equal_values() -> None:
         ({"k_row_bytes": 100}, "k_row_bytes"),
         ({"v_row_bytes": 100}, "v_row_bytes"),
         ({"dequantize": 0}, "dequantize"),
+        ({"attn_scale": 0.0}, "attn_scale"),
         ({"hadamard": 48}, "hadamard"),
         ({"hadamard": 128}, "hadamard"),
         ({"rope_k": RopeSpec(n_dims=64, offset=2)}, "rope_k"),

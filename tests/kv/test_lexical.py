@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles_retrieval import lexical
 
-from kvmem.errors import ConfigError, StateError
+from kvmem.errors import CapacityError, ConfigError, StateError
+from kvmem.kv.budget import HostBudget
 from kvmem.kv.lexical import LexicalIndex
 
 
@@ -63,6 +64,20 @@ def test_truncated_and_refilled_equals_fresh() -> None:
         index.truncate(keep)
         fill(index, tokens, keep)
         assert np.array_equal(index.score(query), fill(LexicalIndex(32), tokens).score(query))
+
+
+def test_bytes_are_counted_and_given_back() -> None:
+    budget = HostBudget(10**6)
+    index = fill(LexicalIndex(128, budget=budget), np.zeros(128 * 130, np.int32))
+    assert budget.used == index.n_bytes == 2 * 16384 * 4
+    index.truncate(128)
+    assert budget.used == index.n_bytes == 16384 * 4
+    del index
+    assert budget.used == 0
+    full = LexicalIndex(128, budget=HostBudget(100))
+    with pytest.raises(CapacityError, match="token index"):
+        full.add(0, np.zeros(128, np.int32))
+    assert full.n_blocks == 0
 
 
 def test_permuted_blocks_permute_their_scores() -> None:

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 from oracles_retrieval import cosine, mean_rank, rotate, slice_scores
 from synthetic_kv import F16, NEOX, History, make_history, make_layout, positions, store
 
-from kvmem.errors import ConfigError, StateError
+from kvmem.errors import CapacityError, ConfigError, StateError
+from kvmem.kv.budget import HostBudget
 from kvmem.kv.layout import KvLayout, Pair, RopeSpec
 from kvmem.kv.lexical import LexicalIndex
 from kvmem.kv.query import Query
-from kvmem.kv.score import score_blocks, score_slices
+from kvmem.kv.score import ScoreScratch, score_blocks, score_slices
 from kvmem.kv.scorers import SCORERS, ScoreInputs, fuse, rank, run_scorer
 from kvmem.kv.summary import KeySummaries
 
@@ -114,6 +115,29 @@ def test_threads_do_not_change_a_bit() -> None:
     for threads in (2, 5):
         again = score_blocks(query, summaries, threads=threads)
         assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
+
+
+def test_scratch_is_kept_counted_and_given_back() -> None:
+    layout = make_layout()
+    summaries = make_history(layout, 30).fill(KeySummaries(layout, layout.pairs(), 1))
+    query = make_query(layout, 8)
+    budget = HostBudget(10**9)
+    scratch = ScoreScratch(budget)
+    wanted, _ = score_blocks(query, summaries)
+    for _ in range(2):
+        found, _ = score_blocks(query, summaries, scratch=scratch)
+        assert np.array_equal(found, wanted)
+        held = scratch.n_bytes
+        assert 960 * 4 < held == budget.used
+    # What was left behind by a larger call does no harm.
+    summaries.truncate(3)
+    found, _ = score_blocks(make_query(layout, 2), summaries, scratch=scratch)
+    assert np.array_equal(found, score_blocks(make_query(layout, 2), summaries)[0])
+    assert scratch.n_bytes == held
+    del scratch
+    assert budget.used == 0
+    with pytest.raises(CapacityError, match="scoring"):
+        score_blocks(query, summaries, scratch=ScoreScratch(HostBudget(100)))
 
 
 def test_the_models_own_scale_is_used() -> None:

@@ -10,29 +10,13 @@ from oracles_retrieval import slice_means
 from synthetic_kv import F16, F32, NEOX, Q8_0, dequantize_q8_0, make_history, make_layout, positions
 
 from kvmem.errors import CapacityError, ConfigError, StateError
+from kvmem.kv.budget import HostBudget
 from kvmem.kv.layout import RopeSpec
 from kvmem.kv.summary import KeySummaries
 from kvmem.kv.summary_worker import SummaryWorker
 
 YARN = RopeSpec(n_dims=64, n_ctx_orig=4096, freq_scale=1 / 8, ext_factor=1.0)
 IMROPE = RopeSpec(n_dims=32, mode=40, freq_base=1e7, sections=(6, 5, 5, 0))
-
-
-class CountingBudget:
-    """The part of HostBudget that summaries use."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
-
-    def charge(self, n_bytes: int, what: str = "") -> None:
-        if self.used + n_bytes > self.limit:
-            raise CapacityError(f"{what}: no room for {n_bytes} bytes")
-        self.used += n_bytes
-
-    def release(self, n_bytes: int) -> None:
-        self.used -= n_bytes
-        assert self.used >= 0
 
 
 @pytest.mark.parametrize("slice_tokens", [1, 4, 8, 32])
@@ -145,7 +129,7 @@ def test_a_key_that_overflowed_says_nothing_and_harms_nobody(bad: float) -> None
 def test_bytes_are_counted_and_given_back() -> None:
     layout = make_layout()
     history = make_history(layout, 3)
-    budget = CountingBudget(10**9)
+    budget = HostBudget(10**9)
     summaries = history.fill(KeySummaries(layout, layout.pairs(), 4, budget))
     assert budget.used == summaries.n_bytes >= summaries.n_slices * 4 * (64 + 2)
     assert summaries.bytes_per_token == 4 * (64 + 2) / 4
@@ -159,7 +143,7 @@ def test_bytes_are_counted_and_given_back() -> None:
 def test_no_room_changes_nothing() -> None:
     layout = make_layout()
     history = make_history(layout, 1)
-    budget = CountingBudget(100)
+    budget = HostBudget(100)
     summaries = KeySummaries(layout, layout.pairs(), 4, budget)
     with pytest.raises(CapacityError, match="key summaries"):
         history.fill(summaries)
@@ -169,7 +153,7 @@ def test_no_room_changes_nothing() -> None:
 def test_recompute_gives_other_pairs_of_the_same_blocks() -> None:
     layout = make_layout()
     history = make_history(layout, 5)
-    budget = CountingBudget(10**9)
+    budget = HostBudget(10**9)
     summaries = history.fill(KeySummaries(layout, [(0, 0)], 4, budget))
 
     def records(n_blocks: int):  # type: ignore[no-untyped-def]
@@ -265,7 +249,7 @@ class TestSummaryWorker:
     def test_no_room_is_raised_at_once(self) -> None:
         layout = make_layout()
         history = make_history(layout, 1)
-        budget = CountingBudget(10)
+        budget = HostBudget(10)
         with SummaryWorker(KeySummaries(layout, [(0, 0)], 4, budget)) as worker:
             with pytest.raises(CapacityError):
                 worker.add(0, history.payloads[0].ctypes.data, history.block_pos(0))

@@ -1,6 +1,6 @@
 // Inner loops of scoring and the number formats that summaries use, in plain C that compilers vectorise.
 // Wheels are built for the oldest x86-64, so the loops are cloned per instruction set and the loader
-// picks one (GCC with glibc only; elsewhere the baseline runs).
+// picks one (GCC 12 with glibc, or newer; elsewhere the baseline runs).
 #pragma once
 
 #include <float.h>
@@ -9,7 +9,7 @@
 #include <string.h>
 
 // Not under AddressSanitizer: the loader picks before the sanitizer is ready.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) &&                           \
+#if defined(__x86_64__) && defined(__GLIBC__) && __GNUC__ >= 12 && !defined(__clang__) &&                           \
         !defined(__SANITIZE_ADDRESS__)
 #define KV_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else

@@ -188,6 +188,12 @@ class LayerLayout:
             self.dequantize != 0, where + "dequantize", self.dequantize, "a function's address"
         )
         _require(
+            self.attn_scale is None or (self.attn_scale > 0 and isfinite(self.attn_scale)),
+            where + "attn_scale",
+            self.attn_scale,
+            "> 0, or None",
+        )
+        _require(
             self.hadamard == 0
             or (self.hadamard & (self.hadamard - 1) == 0 and self.head_dim_k % self.hadamard == 0),
             where + "hadamard",

@@ -1,14 +1,22 @@
 from collections.abc import Sequence
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmem.kv.chunks import Budget
 from kvmem.kv.query import Query
 from kvmem.kv.summary import KeySummaries
 
-__all__ = ["DEFAULT_THREADS", "score_blocks", "score_slices"]
+__all__ = ["DEFAULT_THREADS", "ScoreScratch", "score_blocks", "score_slices"]
 
 DEFAULT_THREADS: int
+
+@final
+class ScoreScratch:
+    def __new__(cls, budget: Budget | None = None) -> ScoreScratch: ...
+    @property
+    def n_bytes(self) -> int: ...
 
 def score_slices(
     summaries: KeySummaries,
@@ -16,6 +24,7 @@ def score_slices(
     weights: Sequence[NDArray[np.float32]],
     power: int = 2,
     threads: int = ...,
+    scratch: ScoreScratch | None = None,
 ) -> NDArray[np.float32]: ...
 def score_blocks(
     query: Query,
@@ -23,4 +32,5 @@ def score_blocks(
     weights: NDArray[np.float32] | None = None,
     power: int = 2,
     threads: int = ...,
+    scratch: ScoreScratch | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...

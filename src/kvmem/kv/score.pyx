@@ -12,14 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from libc.float cimport FLT_MAX
 from libc.math cimport exp
 from libc.stdint cimport int8_t, uint16_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport calloc, free
 from posix.stdlib cimport posix_memalign
+
+from cython cimport final
 
 from kvmem.kv.summary cimport KeySummaries
 
 import numpy as np
 
-__all__ = ["DEFAULT_THREADS", "score_blocks", "score_slices"]
+__all__ = ["DEFAULT_THREADS", "ScoreScratch", "score_blocks", "score_slices"]
 
 cdef extern from "kernels.h" nogil:
     enum: KV_LANES
@@ -36,6 +38,9 @@ DEFAULT_THREADS = 2
 # scored in several passes over the keys.
 cdef size_t MAX_PROBABILITIES = 4 * 1024 * 1024
 
+cdef enum:
+    MAX_THREADS = 16
+
 
 cdef struct Chunk:
     const unsigned char *base
@@ -44,71 +49,123 @@ cdef struct Chunk:
     size_t start           # of its probabilities, for one row
 
 
-cdef int _score_pair(
+cdef struct Room:
+    float *e               # [width * rows of a pass], exp(logit - maximum of its chunk)
+    float *tile            # [dim * KV_LANES]
+    float *maximum         # [n_chunks, rows of a pass]
+    float *total           # as maximum
+    float *factor          # as maximum
+
+
+cdef int _groups_per_pass(size_t width, int n_groups) noexcept nogil:
+    cdef size_t groups = MAX_PROBABILITIES // (width * KV_ROWS)
+    return <int>max(1, min(groups, <size_t>n_groups))
+
+
+@final
+cdef class ScoreScratch:
+    """Working memory of scoring, kept from call to call. One call at a time may use it.
+
+    budget: a HostBudget, charged for what is held; None counts nothing.
+    """
+
+    cdef object _budget
+    cdef float *_data[MAX_THREADS]
+    cdef size_t _sizes[MAX_THREADS]  # floats
+
+    def __cinit__(self, budget=None):
+        self._budget = budget
+
+    def __dealloc__(self):
+        cdef int i
+        for i in range(MAX_THREADS):
+            free(self._data[i])
+            if self._budget is not None and self._sizes[i]:
+                self._budget.release(self._sizes[i] * sizeof(float))
+
+    @property
+    def n_bytes(self):
+        """Bytes held now."""
+        cdef size_t total = 0
+        cdef int i
+        for i in range(MAX_THREADS):
+            total += self._sizes[i]
+        return total * sizeof(float)
+
+    cdef int take(self, int thread, int rows, size_t width, int dim, int n_chunks,
+                  Room *room) except -1:
+        """Room for passes of `rows` query rows. It only grows."""
+        cdef size_t stats = _round(<size_t>rows * n_chunks)
+        cdef size_t need = width * rows + <size_t>dim * KV_LANES + 3 * stats
+        cdef float *fresh = NULL
+        if need > self._sizes[thread]:
+            if self._budget is not None:
+                self._budget.charge((need - self._sizes[thread]) * sizeof(float), "scoring")
+            free(self._data[thread])
+            self._data[thread] = NULL
+            if posix_memalign(<void **>&fresh, 64, need * sizeof(float)):
+                if self._budget is not None:
+                    self._budget.release(need * sizeof(float))
+                self._sizes[thread] = 0
+                raise MemoryError()
+            self._data[thread] = fresh
+            self._sizes[thread] = need
+        room.e = self._data[thread]
+        room.tile = room.e + width * rows
+        room.maximum = room.tile + <size_t>dim * KV_LANES
+        room.total = room.maximum + stats
+        room.factor = room.total + stats
+        return 0
+
+
+cdef size_t _round(size_t n) noexcept nogil:
+    return (n + KV_LANES - 1) // KV_LANES * KV_LANES
+
+
+cdef void _score_pair(
     const Chunk *chunks, int n_chunks, size_t key_offset, size_t scale_offset, int dim,
     size_t width, const float *query, const float *weight, int n_groups, int power, float *score,
-    int chunk_slices,
+    int chunk_slices, Room room,
 ) noexcept nogil:
-    """Add one pair's powers to score. query: packed groups of KV_ROWS rows. -1: no memory."""
-    cdef size_t rows_per_pass = MAX_PROBABILITIES // width // KV_ROWS * KV_ROWS
-    cdef int groups_per_pass = <int>(rows_per_pass // KV_ROWS) if rows_per_pass >= KV_ROWS else 1
-    cdef int first, groups, rows, row, c, status = 0
+    """Add one pair's powers to score. query: packed groups of KV_ROWS rows."""
+    cdef int groups_per_pass = _groups_per_pass(width, n_groups)
+    cdef int first = 0, groups, rows, row, c, at
     cdef double top, total
-    cdef float *e = NULL
-    cdef float *tile = NULL
-    cdef float *maximum
-    cdef float *sums
-    cdef float *factor
-    cdef float *stats
-    if groups_per_pass > n_groups:
-        groups_per_pass = n_groups
-    rows = groups_per_pass * KV_ROWS
-    stats = <float *>malloc(3 * sizeof(float) * <size_t>rows * n_chunks)
-    if (
-        posix_memalign(<void **>&e, 64, sizeof(float) * width * rows)
-        or posix_memalign(<void **>&tile, 64, sizeof(float) * dim * KV_LANES)
-        or stats == NULL
-    ):
-        status = -1
-    first = 0
-    while status == 0 and first < n_groups:
+    while first < n_groups:
         groups = min(groups_per_pass, n_groups - first)
         rows = groups * KV_ROWS
-        maximum = stats
-        sums = stats + <size_t>rows * n_chunks
-        factor = stats + 2 * <size_t>rows * n_chunks
         for c in range(n_chunks):
             kv_softmax_run(
                 <const int8_t *>(chunks[c].base + key_offset),
                 <const uint16_t *>(chunks[c].base + scale_offset),
                 chunks[c].n_tiles, chunks[c].n_slices, dim,
-                query + <size_t>first * KV_ROWS * dim, groups, tile,
-                e + chunks[c].start * rows, maximum + c * rows, sums + c * rows,
+                query + <size_t>first * KV_ROWS * dim, groups, room.tile,
+                room.e + chunks[c].start * rows, room.maximum + c * rows, room.total + c * rows,
             )
         for row in range(rows):
             top = -FLT_MAX
             total = 0
             for c in range(n_chunks):
-                top = max(top, <double>maximum[c * rows + row])
+                top = max(top, <double>room.maximum[c * rows + row])
             for c in range(n_chunks):
-                total += sums[c * rows + row] * exp(maximum[c * rows + row] - top)
+                at = c * rows + row
+                total += room.total[at] * exp(room.maximum[at] - top)
             for c in range(n_chunks):
-                factor[c * rows + row] = <float>(exp(maximum[c * rows + row] - top) / total)
+                at = c * rows + row
+                room.factor[at] = <float>(exp(room.maximum[at] - top) / total)
         for c in range(n_chunks):
             kv_add_powers(
-                e + chunks[c].start * rows, rows, chunks[c].n_tiles * KV_LANES, factor + c * rows,
-                weight + first * KV_ROWS, power, score + <size_t>c * chunk_slices,
+                room.e + chunks[c].start * rows, rows, chunks[c].n_tiles * KV_LANES,
+                room.factor + c * rows, weight + first * KV_ROWS, power,
+                score + <size_t>c * chunk_slices,
             )
         first += groups
-    free(e)
-    free(tile)
-    free(stats)
-    return status
 
 
-cdef class _PairScore:
-    """One pair's call: what must outlive it, and the leaf without the GIL."""
+cdef class _History:
+    """The chunks as they are now: they stay where they are while a worker adds blocks."""
 
+    cdef KeySummaries summaries
     cdef Chunk *chunks
     cdef int n_chunks
     cdef size_t width
@@ -117,37 +174,39 @@ cdef class _PairScore:
     def __dealloc__(self):
         free(self.chunks)
 
-    def run(self, KeySummaries summaries, int pair, const float[:, :, ::1] query,
-            const float[::1] weight, int power, float[::1] score):
-        cdef int status, dim = summaries._dim[pair], n_groups = <int>query.shape[0]
-        cdef size_t key_offset = summaries._key_offset[pair]
-        cdef size_t scale_offset = summaries._scale_offset[pair]
+    def score(self, int pair, const float[:, :, ::1] query, const float[::1] weight, int power,
+              float[::1] score, ScoreScratch scratch, int thread):
+        cdef int dim = self.summaries._dim[pair], n_groups = <int>query.shape[0]
+        cdef size_t key_offset = self.summaries._key_offset[pair]
+        cdef size_t scale_offset = self.summaries._scale_offset[pair]
+        cdef int rows = _groups_per_pass(self.width, n_groups) * KV_ROWS
+        cdef Room room
+        scratch.take(thread, rows, self.width, dim, self.n_chunks, &room)
         with nogil:
-            status = _score_pair(
+            _score_pair(
                 self.chunks, self.n_chunks, key_offset, scale_offset, dim, self.width,
-                &query[0, 0, 0], &weight[0], n_groups, power, &score[0], self.chunk_slices,
+                &query[0, 0, 0], &weight[0], n_groups, power, &score[0], self.chunk_slices, room,
             )
-        if status < 0:
-            raise MemoryError("no memory for the probabilities of one pair")
 
 
-cdef _PairScore _snapshot(KeySummaries summaries, int n_blocks):
-    cdef _PairScore call = _PairScore()
+cdef _History _snapshot(KeySummaries summaries, int n_blocks):
+    cdef _History history = _History()
     cdef int c, slices = summaries.blocks_per_chunk * summaries.slices_per_block
     cdef int left = n_blocks * summaries.slices_per_block
-    call.n_chunks = (left + slices - 1) // slices
-    call.chunk_slices = summaries.chunk_slices
-    call.chunks = <Chunk *>calloc(call.n_chunks, sizeof(Chunk))
-    if call.chunks == NULL:
+    history.summaries = summaries
+    history.n_chunks = (left + slices - 1) // slices
+    history.chunk_slices = summaries.chunk_slices
+    history.chunks = <Chunk *>calloc(history.n_chunks, sizeof(Chunk))
+    if history.chunks == NULL:
         raise MemoryError()
-    for c in range(call.n_chunks):
-        call.chunks[c].base = summaries._chunks.at(c)
-        call.chunks[c].n_slices = min(left, slices)
-        call.chunks[c].n_tiles = (call.chunks[c].n_slices + KV_LANES - 1) // KV_LANES
-        call.chunks[c].start = call.width
-        call.width += call.chunks[c].n_tiles * KV_LANES
+    for c in range(history.n_chunks):
+        history.chunks[c].base = summaries._chunks.at(c)
+        history.chunks[c].n_slices = min(left, slices)
+        history.chunks[c].n_tiles = (history.chunks[c].n_slices + KV_LANES - 1) // KV_LANES
+        history.chunks[c].start = history.width
+        history.width += history.chunks[c].n_tiles * KV_LANES
         left -= slices
-    return call
+    return history
 
 
 def _pack(rows, weights):
@@ -163,21 +222,22 @@ def _pack(rows, weights):
 
 
 def score_slices(
-    KeySummaries summaries not None, rows, weights, int power=2, int threads=DEFAULT_THREADS
+    KeySummaries summaries not None, rows, weights, int power=2, int threads=DEFAULT_THREADS,
+    ScoreScratch scratch=None,
 ):
     """Score every slice of the summarised history: f32 [n_slices].
 
     rows: for each pair of the summaries f32 [n_rows, head_dim], attn_scale multiplied in.
     weights: for each pair f32 [n_rows]. power: >= 1. Pairs are shared out over `threads`; the
-    result does not depend on their number.
+    result does not depend on their number. scratch: None takes its own for this call.
     """
     cdef int n_blocks = summaries.n_blocks
     cdef int n_pairs = len(summaries.pairs)
     cdef int pair
     if len(rows) != n_pairs or len(weights) != n_pairs:
         raise ValueError(f"{len(rows)} row sets and {len(weights)} weights for {n_pairs} pairs")
-    if power < 1 or threads < 1:
-        raise ValueError(f"power {power} and threads {threads} must be >= 1")
+    if power < 1 or not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f"power {power} must be >= 1, threads {threads} in 1 .. {MAX_THREADS}")
     for pair in range(n_pairs):
         if rows[pair].ndim != 2 or rows[pair].shape[1] != summaries._dim[pair]:
             raise ValueError(
@@ -186,31 +246,34 @@ def score_slices(
     if n_blocks == 0 or all(len(r) == 0 for r in rows):
         return np.zeros(n_blocks * summaries.slices_per_block, np.float32)
 
-    cdef _PairScore call = _snapshot(summaries, n_blocks)
-    used = summaries.blocks_per_chunk * summaries.slices_per_block
+    history = _snapshot(summaries, n_blocks)
+    scratch = ScoreScratch() if scratch is None else scratch
+    outs = np.zeros((n_pairs, history.n_chunks * history.chunk_slices), np.float32)
+    left = iter(range(n_pairs))
 
-    def one(pair):
-        out = np.zeros(call.n_chunks * call.chunk_slices, np.float32)
-        if len(rows[pair]):
-            packed, weight = _pack(rows[pair], weights[pair])
-            call.run(summaries, pair, packed, weight, power, out)
-        return out
+    def work(thread):
+        # `left` is shared: whoever is free takes the next pair.
+        for pair in left:
+            if len(rows[pair]):
+                packed, weight = _pack(rows[pair], weights[pair])
+                history.score(pair, packed, weight, power, outs[pair], scratch, thread)
 
-    # A fixed order of adding makes the sum the same for any number of threads.
-    total = np.zeros(call.n_chunks * call.chunk_slices, np.float32)
-    if threads == 1 or n_pairs == 1:
-        for pair in range(n_pairs):
-            total += one(pair)
+    threads = min(threads, n_pairs)
+    if threads == 1:
+        work(0)
     else:
         with ThreadPoolExecutor(threads, thread_name_prefix="kvmem-score") as pool:
-            for out in pool.map(one, range(n_pairs)):
-                total += out
-    slices = total.reshape(call.n_chunks, call.chunk_slices)[:, :used].reshape(-1)
+            list(pool.map(work, range(threads)))
+    # Added up in the order of the pairs, whoever was done first.
+    slices = outs.sum(axis=0).reshape(history.n_chunks, history.chunk_slices)
+    used = summaries.blocks_per_chunk * summaries.slices_per_block
+    slices = slices[:, :used].reshape(-1)
     return np.ascontiguousarray(slices[: n_blocks * summaries.slices_per_block])
 
 
 def score_blocks(
-    query, KeySummaries summaries not None, weights=None, int power=2, int threads=DEFAULT_THREADS
+    query, KeySummaries summaries not None, weights=None, int power=2, int threads=DEFAULT_THREADS,
+    ScoreScratch scratch=None,
 ):
     """Score every summarised block with the pairs of the summaries.
 
@@ -231,6 +294,6 @@ def score_blocks(
             raise ValueError(f"the query's rows of layer index {pair.layer} are not all finite")
         rows.append(heads.reshape(n_rows * group, dim) * np.float32(scale))
         row_weights.append(np.tile(np.broadcast_to(given[index], group), n_rows))
-    slices = score_slices(summaries, rows, row_weights, power, threads)
+    slices = score_slices(summaries, rows, row_weights, power, threads, scratch)
     slices = slices.reshape(summaries.n_blocks, summaries.slices_per_block)
     return slices.sum(axis=1), np.ascontiguousarray(slices[:, [0, -1]])

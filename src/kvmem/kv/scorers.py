@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvmem.errors import ConfigError, StateError
 from kvmem.kv.lexical import LexicalIndex
 from kvmem.kv.query import Query
-from kvmem.kv.score import DEFAULT_THREADS, score_blocks
+from kvmem.kv.score import DEFAULT_THREADS, ScoreScratch, score_blocks
 from kvmem.kv.summary import KeySummaries
 
 __all__ = [
@@ -51,7 +51,8 @@ class Scores(NamedTuple):
 class ScoreInputs:
     """What a scorer may read. n_blocks: sealed blocks of the history, summarised and indexed.
 
-    weights: f32 [n_pairs] or [n_pairs, group], None means 1 each.
+    weights: f32 [n_pairs] or [n_pairs, group], None means 1 each. scratch: kept by the caller, so
+    that scoring allocates nothing large.
     """
 
     n_blocks: int
@@ -60,6 +61,7 @@ class ScoreInputs:
     lexical: LexicalIndex | None = None
     weights: F32 | None = None
     threads: int = DEFAULT_THREADS
+    scratch: ScoreScratch | None = None
 
 
 def run_scorer(name: str, inputs: ScoreInputs) -> Scores:
@@ -103,12 +105,12 @@ def _need_heads(name: str, inputs: ScoreInputs) -> tuple[Query, KeySummaries]:
 
 def _heads(name: str, inputs: ScoreInputs) -> tuple[F32, F32]:
     query, summaries = _need_heads(name, inputs)
-    return score_blocks(query, summaries, inputs.weights, 2, inputs.threads)
+    return score_blocks(query, summaries, inputs.weights, 2, inputs.threads, inputs.scratch)
 
 
 def _mass(name: str, inputs: ScoreInputs) -> tuple[F32, F32]:
     query, summaries = _need_heads(name, inputs)
-    return score_blocks(query, summaries, inputs.weights, 1, inputs.threads)
+    return score_blocks(query, summaries, inputs.weights, 1, inputs.threads, inputs.scratch)
 
 
 def _cosine(name: str, inputs: ScoreInputs) -> tuple[F32, F32]:
