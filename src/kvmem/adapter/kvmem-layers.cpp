@@ -8,7 +8,10 @@
 #include <cstring>
 #include <stdexcept>
 
-static const ggml_tensor * root(const ggml_tensor * tensor) {
+const ggml_tensor * kvmem_cache_of(const ggml_tensor * tensor) {
+    if (tensor->op == GGML_OP_CPY) { // flash attention reads F32 K and V through a cast
+        tensor = tensor->src[0];
+    }
     return tensor->view_src ? tensor->view_src : tensor;
 }
 
@@ -109,7 +112,7 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
     }
     auto layer_of = [this](const ggml_tensor * tensor) -> kvmem_layer_data * {
         for (auto & layer : layers) {
-            if (layer.k == root(tensor)) {
+            if (layer.k == kvmem_cache_of(tensor)) {
                 return &layer;
             }
         }

@@ -22,7 +22,8 @@ const char * kvmem_last_error(void) {
 // kvmem_memory
 //
 
-kvmem_memory::kvmem_memory(llama_memory_i * mem) : inner(mem) {
+kvmem_memory::kvmem_memory(std::unique_ptr<llama_memory_i> owned) : inner(std::move(owned)) {
+    llama_memory_i * mem = inner.get();
     if (dynamic_cast<llama_kv_cache_iswa *>(mem) || dynamic_cast<llama_memory_hybrid_iswa *>(mem)) {
         throw std::runtime_error("sliding-window layers keep a second cache whose cells cannot be placed");
     }
@@ -176,8 +177,7 @@ llama_memory_i * create_memory(const llama_model & model, const llama_memory_par
         if (!inner) {
             throw std::runtime_error("this architecture has no memory to tier");
         }
-        auto memory = std::make_unique<kvmem_memory>(inner.get());
-        inner.release();
+        auto memory = std::make_unique<kvmem_memory>(std::move(inner));
         request->created = memory.get();
         return memory.release();
     } catch (const std::exception & e) {

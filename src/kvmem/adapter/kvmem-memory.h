@@ -31,7 +31,7 @@ struct kvmem_tap {
 };
 
 struct kvmem_memory : public llama_memory_i {
-    explicit kvmem_memory(llama_memory_i * inner); // takes ownership; throws std::runtime_error with the reason if it cannot be tiered
+    explicit kvmem_memory(std::unique_ptr<llama_memory_i> inner); // throws std::runtime_error with the reason if it cannot be tiered
 
     // finds every layer's tensors and rotations in the graph
     void bind(llama_context * ctx, uint32_t block_tokens);
@@ -82,3 +82,6 @@ struct kvmem_memory : public llama_memory_i {
 };
 
 void kvmem_set_error(const std::string & text);
+
+// the cache tensor that an operand of flash attention, or the result of a store, is a view or a cast of
+const ggml_tensor * kvmem_cache_of(const ggml_tensor * tensor);

@@ -11,7 +11,7 @@ static int find_tapped_layer(const kvmem_memory * memory, const ggml_tensor * no
     if (node->op != GGML_OP_FLASH_ATTN_EXT) {
         return -1;
     }
-    const ggml_tensor * k = node->src[1]->view_src ? node->src[1]->view_src : node->src[1];
+    const ggml_tensor * k = kvmem_cache_of(node->src[1]);
     for (size_t i = 0; i < memory->layers.size(); ++i) {
         if (memory->layers[i].k == k) {
             return memory->tap.slot_of_layer[i] >= 0 ? (int) i : -1;
@@ -68,11 +68,11 @@ int kvmem_tap_begin(
     }
     tap.slot_of_layer.assign(memory->layers.size(), -1);
     for (uint32_t i = 0; i < n_layers; ++i) {
-        const auto & first = memory->layers[layers[0]].info;
         if (layers[i] < 0 || (size_t) layers[i] >= memory->layers.size()) {
             kvmem_set_error("no such layer to tap");
             return KVMEM_ERR_ARGUMENT;
         }
+        const auto & first = memory->layers[layers[0]].info;
         const auto & info = memory->layers[layers[i]].info;
         if (info.n_head != first.n_head || info.head_dim_k != first.head_dim_k) {
             kvmem_set_error("tapped layers differ in their heads");

@@ -1,0 +1,95 @@
+"""With room for the whole history, and with the memory off, kvmem is llama.cpp bit by bit.
+
+The reference makes the same decode calls, as equality of floats is promised for those alone. The
+tolerance is zero with and without `ordered`: while nothing leaves, the lowest free slot is also the
+next one in position order, so attention sums in the same order as in a stock cache.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engines import Call, ask, random_tokens, record
+from stock import largest_difference, replay, stock_context
+
+from kvmem.llama.vocab import Vocab
+
+ATTENTION = ["llama", "llama_64", "qwen2", "qwen3", "qwen3_64", "qwen3moe", "smollm3"]
+HYBRID = ["qwen35", "qwen35_64"]
+KV_TYPES = [
+    ("f16", "f16"),
+    ("q8_0", "q8_0"),
+    ("q5_0", "q5_0"),
+    ("q4_0", "q4_0"),
+    ("q8_0", "q4_0"),
+]
+
+
+def talk(path: Path, **memory: object) -> tuple[list[Call], list[str]]:
+    """Three turns with prompts longer than a batch: the calls and the decisions."""
+    decisions: list[str] = []
+    with record(path, **memory) as recorded:
+        history: tuple[int, ...] = ()
+        n_read = 0
+        for turn, n_tokens in enumerate((210, 150, 40)):
+            history += random_tokens(n_tokens, seed=turn)
+            reply = ask(recorded.session, history, max_tokens=20)
+            assert reply.stats.cached_tokens == n_read
+            n_read = len(history) + 19  # the last token of a reply is not decoded
+            history += reply.tokens
+            decisions.append(reply.stats.memory.decision)
+        return recorded.calls, decisions
+
+
+def assert_same(path: Path, calls: list[Call], types: tuple[str, str]) -> None:
+    """Equal logits, and every token of the replies is the largest logit of the reference."""
+    with stock_context(path, type_k=types[0], type_v=types[1]) as context:
+        rows = replay(context, calls)
+        vocab = Vocab(context.model)
+        ends = [token for token in range(vocab.n_tokens) if vocab.is_eog(token)]
+    assert largest_difference(calls, rows) == 0
+    n_said = 0
+    for row, call in zip(rows, calls[1:], strict=False):
+        if len(call.tokens) == 1:
+            assert row is not None
+            row[ends] = -np.inf  # the replies were asked for without end tokens
+            assert call.tokens[0] == row.argmax()
+            n_said += 1
+    assert n_said == 3 * 19
+
+
+@pytest.mark.parametrize("types", KV_TYPES, ids="-".join)
+@pytest.mark.parametrize("kind", ATTENTION + HYBRID)
+def test_budget_over_history_is_stock_llama(
+    kind: str, types: tuple[str, str], tiny: Callable[..., Path]
+) -> None:
+    path = tiny(kind)
+    calls, decisions = talk(
+        path, budget_tokens=1024, ordered=True, type_k=types[0], type_v=types[1]
+    )
+    assert decisions == ["all_resident"] * 3
+    assert_same(path, calls, types)
+
+
+@pytest.mark.parametrize("types", KV_TYPES[:2], ids="-".join)
+def test_placement_by_lowest_slot_is_stock_llama_too(
+    types: tuple[str, str], tiny_llama: Path
+) -> None:
+    calls, _ = talk(tiny_llama, budget_tokens=1024, type_k=types[0], type_v=types[1])
+    assert_same(tiny_llama, calls, types)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_64", "gemma3", "qwen35"])
+def test_memory_off_is_stock_llama(kind: str, tiny: Callable[..., Path]) -> None:
+    path = tiny(kind)
+    calls, decisions = talk(path, enabled=False, type_k="f16", type_v="f16")
+    assert decisions == ["off"] * 3
+    assert_same(path, calls, ("f16", "f16"))
+
+
+def test_the_comparison_sees_one_wrong_token(tiny_llama: Path) -> None:
+    calls, _ = talk(tiny_llama, budget_tokens=1024, type_k="f16", type_v="f16")
+    calls[0].tokens[3] ^= 1
+    with stock_context(tiny_llama) as context:
+        assert largest_difference(calls, replay(context, calls)) > 0.1

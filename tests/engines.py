@@ -1,0 +1,142 @@
+"""Engines over tiny models, prompts for them, and a record of every decode call that they make."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
+from kvmem.engine import engine as engine_module
+from kvmem.engine.engine import Engine
+from kvmem.engine.events import Done, TokenEvent
+from kvmem.engine.memory import Memory, TieredMemory
+from kvmem.engine.prompt import Prompt, Span
+from kvmem.engine.sampling import GenerateParams, SamplingParams
+from kvmem.engine.session import Session
+from kvmem.engine.stats import RequestStats
+from kvmem.llama.context import CancelToken, Context
+
+I32 = NDArray[np.int32]
+
+N_PLAIN_TOKENS = 256
+"""Ids below this are bytes in the tiny vocabulary: no specials among them."""
+
+ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True)
+
+SIZES: dict[str, Any] = {
+    "workspace_tokens": 4096,
+    "budget_tokens": 256,
+    "reserve_tokens": 64,
+    "block_tokens": 32,
+    "batch_tokens": 128,
+    "host_limit_bytes": 256 << 20,
+}
+"""A pool of ten blocks: prompts of a few hundred tokens are far beyond it."""
+
+
+def make_config(path: Path, **memory: object) -> EngineConfig:
+    """SIZES, changed by ``memory``. One thread: ggml's threads spin, and tests share the cores."""
+    return EngineConfig(
+        model=ModelConfig(path=path, n_threads=1), memory=MemoryConfig(**{**SIZES, **memory})
+    )
+
+
+def random_tokens(n: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(0, N_PLAIN_TOKENS, n).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a generation gave. Its last token is sampled, but not in the history."""
+
+    tokens: tuple[int, ...]
+    done: Done
+
+    @property
+    def stats(self) -> RequestStats:
+        return self.done.stats
+
+
+def ask(
+    session: Session,
+    tokens: Sequence[int],
+    *,
+    span: tuple[int, int] | None = None,
+    max_tokens: int | None = 8,
+    cancel: CancelToken | None = None,
+) -> Reply:
+    """Greedy, without end tokens. span: where the question stands in the prompt."""
+    prompt = Prompt(tokens=tuple(tokens), query_span=None if span is None else Span(*span))
+    params = GenerateParams(sampling=ENDLESS, max_tokens=max_tokens)
+    events = list(session.generate(prompt, params, cancel=cancel))
+    done = events[-1]
+    assert isinstance(done, Done)
+    assert not any(isinstance(event, Done) for event in events[:-1])
+    return Reply(tuple(e.token for e in events if isinstance(e, TokenEvent)), done)
+
+
+@dataclass(slots=True)
+class Call:
+    """One decode call as it went to llama.cpp.
+
+    visible: blocks that attention saw beside the batch itself; None without tiers.
+    logits: f32 [n_vocab] of the last output, None if the call kept none.
+    """
+
+    tokens: I32
+    pos: I32
+    outputs: Any
+    visible: tuple[int, ...] | None = None
+    logits: NDArray[np.float32] | None = None
+
+    @property
+    def start(self) -> int:
+        return int(self.pos[0])
+
+
+class RecordingContext(Context):
+    """A Context that remembers what it was given, and what came out."""
+
+    calls: list[Call]
+    watched: Memory | None = None
+
+    def decode(self, tokens: I32, pos: I32, *, outputs: Any = "last", **others: Any) -> None:
+        visible = None
+        if isinstance(self.watched, TieredMemory):
+            visible = tuple(self.watched.working_set.resident().tolist())
+        call = Call(tokens.copy(), pos.copy(), outputs, visible)
+        super().decode(tokens, pos, outputs=outputs, **others)
+        if self.n_outputs:
+            call.logits = self.logits(-1)
+        if self.watched is not None:
+            self.calls.append(call)
+
+
+@dataclass(slots=True)
+class Recorded:
+    """An engine, its session, and the calls so far."""
+
+    engine: Engine
+    session: Session
+    calls: list[Call]
+
+    @property
+    def memory(self) -> TieredMemory:
+        return self.session.tiered
+
+
+@contextmanager
+def record(path: Path, **memory: object) -> Iterator[Recorded]:
+    """An engine whose decode calls are kept, those that failed left out."""
+    with patch.object(engine_module, "Context", RecordingContext):
+        engine = Engine(make_config(path, **memory))
+    with engine:
+        context = engine.memory.context
+        assert isinstance(context, RecordingContext)
+        context.calls, context.watched = [], engine.memory
+        yield Recorded(engine, engine.session(), context.calls)
