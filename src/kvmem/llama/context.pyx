@@ -4,17 +4,24 @@ import threading
 
 import numpy as np
 
+cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from libc.string cimport memcpy
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
-from kvmem.errors import Cancelled, CapacityError, DecodeError, ModelError, StateError
+from kvmem.errors import Cancelled, CapacityError, ConfigError, DecodeError, ModelError, StateError
 from kvmem.llama cimport c_adapter as a
 from kvmem.llama cimport c_llama as c
 from kvmem.llama import log
 from kvmem.llama.runtime import KV_TYPES
 
 __all__ = ["CancelToken", "Context"]
+
+FLASH_ATTENTION = {
+    "on": <int>c.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+    "off": <int>c.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+    "auto": <int>c.LLAMA_FLASH_ATTN_TYPE_AUTO,
+}
 
 cdef double SIGNAL_PERIOD_S = 0.05  # how often a decode looks for Ctrl-C; taking the GIL costs microseconds
 
@@ -58,6 +65,7 @@ cdef bint _should_abort(void *data) noexcept nogil:
         return False
 
 
+@cython.no_gc_clear  # __dealloc__ needs the model
 cdef class Context:
     """Owns one llama_context over ``model``.
 
@@ -72,6 +80,7 @@ cdef class Context:
         n_rs_seq: snapshots of a recurrent state, each of which lets one more token be rolled back.
 
     Raises:
+        ConfigError: a size below 1, a name that is not known.
         ModelError: the architecture's cache cannot be tiered; the message says why.
         CapacityError: the memory for it cannot be had.
     """
@@ -84,6 +93,18 @@ cdef class Context:
         cdef int status = 0
         if self._ptr != NULL:
             raise StateError("a Context is made once")
+        # llama.cpp aborts the process over some of these
+        for name, value in (("n_ctx", n_ctx), ("n_batch", n_batch), ("n_ubatch", n_ubatch), ("n_threads", n_threads),
+                            ("n_threads_batch", n_threads_batch), ("n_seq_max", n_seq_max)):
+            if value < 1:
+                raise ConfigError(name, value, "at least 1")
+        if n_cells < 0 or (n_cells and not 1 <= block_tokens <= n_cells):
+            raise ConfigError("n_cells", n_cells, f"0 or at least one block of {block_tokens} tokens")
+        for name, value in (("type_k", type_k), ("type_v", type_v)):
+            if value not in KV_TYPES:
+                raise ConfigError(name, value, f"one of {', '.join(KV_TYPES)}")
+        if flash_attn not in FLASH_ATTENTION:
+            raise ConfigError("flash_attn", flash_attn, f"one of {', '.join(FLASH_ATTENTION)}")
         self.model = model
         self.block_tokens = block_tokens
         self._cancel = CancelToken()
@@ -100,8 +121,7 @@ cdef class Context:
         params.type_v = <c.ggml_type><int>KV_TYPES[type_v]
         params.offload_kqv = offload_kqv
         params.no_perf = True
-        params.flash_attn_type = {"on": c.LLAMA_FLASH_ATTN_TYPE_ENABLED, "off": c.LLAMA_FLASH_ATTN_TYPE_DISABLED,
-                                  "auto": c.LLAMA_FLASH_ATTN_TYPE_AUTO}[flash_attn]
+        params.flash_attn_type = <c.llama_flash_attn_type><int>FLASH_ATTENTION[flash_attn]
         with nogil:
             if n_cells:
                 status = a.kvmem_context_init(model_ptr, &params, n_cells, block_tokens, &self._ptr, &self._memory)

@@ -17,6 +17,7 @@ __all__ = ["LlamaPort"]
 
 
 @cython.final
+@cython.no_gc_clear  # slab_free is called while others are collected, and needs the context
 cdef class LlamaPort(DevicePort):
     """DevicePort over the bounded cache of ``context``; also reads Q while a query is decoded."""
 
@@ -91,6 +92,8 @@ cdef class LlamaPort(DevicePort):
         """Read Q of the tokens ``rows``, counted over all decode calls from here on, until end_tap.
 
         layers: ascending indices into ``layout.layers``, all of one shape. rows: ascending.
+
+        Raises StateError if a tap is open.
         """
         cdef float[:, :, :, ::1] out
         if layers.shape[0] == 0 or rows.shape[0] == 0:
@@ -98,11 +101,17 @@ cdef class LlamaPort(DevicePort):
         for i in range(layers.shape[0]):
             if not 0 <= layers[i] < len(self.layout.layers):
                 raise ValueError(f"no layer {layers[i]} among {len(self.layout.layers)}")
+        for i in range(1, rows.shape[0]):
+            if rows[i] <= rows[i - 1]:
+                raise ValueError(f"tapped rows must ascend, but {rows[i]} follows {rows[i - 1]}")
         first = self.layout.layers[layers[0]]
-        self._tap_out = np.empty((layers.shape[0], rows.shape[0], first.n_head, first.head_dim_k), np.float32)
-        out = self._tap_out
-        _check(a.kvmem_tap_begin(self.context.memory(), &layers[0], layers.shape[0], &rows[0], rows.shape[0],
-                                 &out[0, 0, 0, 0]))
+        buffer = np.empty((layers.shape[0], rows.shape[0], first.n_head, first.head_dim_k), np.float32)
+        out = buffer
+        # an open tap writes to its own buffer, so that one is let go only when the new tap is open
+        if a.kvmem_tap_begin(self.context.memory(), &layers[0], layers.shape[0], &rows[0], rows.shape[0],
+                             &out[0, 0, 0, 0]) != a.KVMEM_OK:
+            raise StateError(a.kvmem_last_error().decode("utf-8", "replace"))
+        self._tap_out = buffer
 
     def end_tap(self):
         """Stop reading and return f32 [n_layers, n_rows, n_head, head_dim], rotated as attention sees it.
