@@ -43,9 +43,7 @@ def replay(context: Context, calls: Sequence[Call]) -> list[F32 | None]:
     return rows
 
 
-def replay_masked(
-    context: Context, calls: Sequence[Call], block_tokens: int
-) -> list[F32 | None]:
+def replay_masked(context: Context, calls: Sequence[Call], block_tokens: int) -> list[F32 | None]:
     """The same calls, each seeing only the blocks that it saw in the engine.
 
     Sequence KEPT holds all tokens as they were last computed; VISIBLE loses blocks by seq_rm and

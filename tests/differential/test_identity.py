@@ -72,7 +72,7 @@ def test_budget_over_history_is_stock_llama(
     assert_same(path, calls, types)
 
 
-@pytest.mark.parametrize("types", KV_TYPES[:2], ids="-".join)
+@pytest.mark.parametrize("types", [*KV_TYPES[:2], ("f32", "f32")], ids="-".join)
 def test_placement_by_lowest_slot_is_stock_llama_too(
     types: tuple[str, str], tiny_llama: Path
 ) -> None:

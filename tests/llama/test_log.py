@@ -1,0 +1,54 @@
+"""llama.cpp's log lines become records of `kvmem.llama`; nothing is printed."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvmem.errors import ModelError
+from kvmem.llama import log, runtime
+from kvmem.llama.model import Model
+
+
+def test_loading_logs_details_at_debug(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="kvmem.llama"):
+        Model(tiny_llama).close()
+    lines = [record for record in caplog.records if record.name == "kvmem.llama"]
+    assert len(lines) > 20
+    assert {record.levelno for record in lines} <= {logging.DEBUG, logging.WARNING}
+    assert any("general.architecture" in record.getMessage() for record in lines)
+    assert not any(record.getMessage().endswith("\n") for record in lines)
+
+
+def test_a_failed_load_logs_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(b"GGUF")
+    with caplog.at_level(logging.ERROR, logger="kvmem.llama"), pytest.raises(ModelError):
+        Model(path)
+    assert [record.levelno for record in caplog.records].count(logging.ERROR) >= 1
+    assert log.drain() == []  # they were taken
+
+
+def test_nothing_is_printed(tiny_llama: Path) -> None:
+    code = f"""
+from kvmem.llama.model import Model
+from kvmem.llama.context import Context
+with Model({str(tiny_llama)!r}) as model, Context(model, n_ctx=64):
+    pass
+try:
+    Model("absent.gguf")
+except Exception:
+    pass
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (ran.stdout, ran.stderr) == ("", "")
+
+
+def test_devices_and_system_info_are_told() -> None:
+    kinds = [device[2] for device in runtime.devices()]
+    assert "cpu" in kinds
+    assert all(0 <= free <= total for _, _, _, free, total in runtime.devices())
+    assert runtime.system_info()
+    runtime.ensure_started()  # a second time does nothing
