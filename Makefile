@@ -12,7 +12,6 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 REQUIRE := $(BIN)/python scripts/requirements
 
 CI_VENV := build/ci/venv
-CI_SOURCE := build/ci/source
 
 .PHONY: setup build demo check format test test-all test-checks test-gpu bench docs wheel ci clean
 
@@ -82,11 +81,11 @@ ci:
 
 .PHONY: ci-wheel
 ci-wheel: setup
-	rm -rf build/ci/dist $(CI_SOURCE) && mkdir -p build/ci/dist $(CI_SOURCE)
+	rm -rf build/ci/dist build/ci/source build/ci/objects && mkdir -p build/ci/dist build/ci/source
 	$(BIN)/python -c "from scikit_build_core.build import build_sdist; build_sdist('build/ci/dist')"
-	tar -xzf build/ci/dist/kvmem-*.tar.gz -C $(CI_SOURCE) --strip-components=1
+	tar -xzmf build/ci/dist/kvmem-*.tar.gz -C build/ci/source --strip-components=1
 	$(PIP) wheel --verbose --no-build-isolation --no-deps --no-index --wheel-dir build/ci/dist \
-	    --config-settings build-dir=$(abspath build/ci/objects) $(CI_SOURCE)
+	    --config-settings build-dir=$(abspath build/ci/objects) build/ci/source
 	$(PIP) install --quiet --no-deps --no-index --force-reinstall build/ci/dist/kvmem-*.whl
 
 test-all: setup

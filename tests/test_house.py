@@ -99,13 +99,13 @@ def list_public(tree: ast.Module) -> set[str]:
     return {name for name in public if not name.startswith("_")}
 
 
-def read_all(tree: ast.Module) -> list[str] | None:
-    """The value of `__all__`, or None if the module has none."""
+def read_literal(tree: ast.Module, name: str) -> object:
+    """The value that a module assigns to `name` at its top level, or None if it does not."""
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else []
-        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             assert isinstance(node, ast.Assign)
-            return [str(name) for name in ast.literal_eval(node.value)]
+            return ast.literal_eval(node.value)
     return None
 
 
@@ -114,20 +114,28 @@ def read_all(tree: ast.Module) -> list[str] | None:
 )
 def test_packages_export_what_they_say(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    named = read_all(tree)
+    named = read_literal(tree, "__all__")
     imported = {
         alias.asname or alias.name
         for node in tree.body
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvmem")
         for alias in node.names
     }
-    assert sorted(named or []) == sorted(imported | list_public(tree))
+    lazy = read_literal(tree, "_EXPORTS") or {}
+    assert isinstance(lazy, dict)
+    for name, module in lazy.items():
+        source = ROOT.joinpath("src", *module.split(".")).with_suffix(".py")
+        if source.is_file():
+            assert name in list_public(ast.parse(source.read_text(encoding="utf-8")))
+        else:
+            assert name in list_public(ast.parse(source.with_suffix(".pyi").read_text()))
+    assert sorted(named or []) == sorted(imported | list_public(tree) | lazy.keys())
 
 
 @pytest.mark.parametrize("path", [path for path in MODULES if path.suffix == ".pyi"], ids=name_of)
 def test_stubs_belong_to_a_module(path: Path) -> None:
     assert path.with_suffix(".pyx").is_file()
-    named = read_all(ast.parse(path.read_text(encoding="utf-8")))
+    named = read_literal(ast.parse(path.read_text(encoding="utf-8")), "__all__")
     if named is not None:
         assert set(named) <= list_public(ast.parse(path.read_text(encoding="utf-8")))
 

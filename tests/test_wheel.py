@@ -111,18 +111,14 @@ def test_notice_names_what_is_inside(unpacked: Path, root: Path) -> None:
 
 def test_no_file_names_the_folder_it_was_built_in(unpacked: Path, root: Path, dist: Path) -> None:
     known = [str(path).encode() for path in (root, dist.parent, Path.home(), sys.prefix)]
-    source = re.compile(rb"/[\w./+-]+/(?:[\w.+-]+\.(?:cpp|cu|c|cuh|h|hpp|pyx|pxd)|pip-[\w-]+)\b")
+    source = re.compile(rb"(?<![\w.:/])/[\w./+-]+\.(?:cpp|cu|c|cuh|h|hpp|pyx|pxd)\b")
     for path in unpacked.rglob("*"):
         if not path.is_file():
             continue
         data = path.read_bytes()
         named = [name for name in known if name in data]
         if path.suffix == ".so":
-            named += [
-                name
-                for name in source.findall(data)
-                if name.startswith(b"/") and b"/./" not in name
-            ]
+            named += source.findall(data)
         assert not named, f"{path.name} names {named[:3]}"
 
 
@@ -151,7 +147,7 @@ def test_exports_are_llama_and_our_own(unpacked: Path, root: Path) -> None:
     extended = (root / "vendor" / "llama.cpp" / "src" / "llama-ext.h").read_text()
     for name in list_exports(lib / "libkvmem-llama.so"):
         if "(" in name:  # a C++ function, which only llama-ext.h may declare
-            assert re.search(rf"\b{re.escape(name.split('(')[0])}\(", extended), name
+            assert re.search(rf"\b{re.escape(name.split('(')[0])} *\(", extended), name
         else:
             assert name.startswith(("llama_", "kvmem_")), name
     assert all(name.startswith("kvmem_") for name in list_exports(lib / "libkvmem-bridge.so"))
@@ -233,25 +229,19 @@ def test_editable_install_works_from_any_folder(dist: Path, tmp_path: Path) -> N
 # building again
 
 
-def list_steps(objects: Path) -> list[str]:
-    """What ninja would do now."""
-    lines = run("ninja", "-C", objects, "-n", "-d", "explain").splitlines()
-    return [line for line in lines if re.match(r"\[\d+/\d+\]", line)]
+def list_compiled(objects: Path) -> list[str]:
+    """Build once more; what was compiled for it."""
+    ninja = Path(sysconfig.get_path("scripts"), "ninja")
+    lines = run(ninja, "-C", objects, "-j", "2").splitlines()
+    return [line for line in lines if re.match(r"\[\d+/\d+\] Building", line)]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "n_compiled"), [("src/kvmem/*/*.pyx", 1), ("src/kvmem/adapter/*.cpp", 1)]
-)
-def test_a_change_compiles_one_file(dist: Path, pattern: str, n_compiled: int) -> None:
+@pytest.mark.parametrize("pattern", ["src/kvmem/kv/*.pyx", "src/kvmem/adapter/*.cpp"])
+def test_a_change_compiles_one_file(dist: Path, pattern: str) -> None:
     objects = dist.parent / "objects"
-    assert not [step for step in list_steps(objects) if "Building" in step]
+    assert list_compiled(objects) == []
     path = sorted((dist.parent / "source").glob(pattern))[0]
-    before = path.stat()
     os.utime(path)
-    try:
-        steps = list_steps(objects)
-    finally:
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    compiled = [step for step in steps if "Building" in step]
-    assert len(compiled) == n_compiled
-    assert path.stem in compiled[0]
+    compiled = list_compiled(objects)
+    assert len(compiled) == 1 and path.stem in compiled[0]
+    assert list_compiled(objects) == []
