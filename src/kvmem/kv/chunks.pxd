@@ -1,9 +1,12 @@
+from kvmem.kv.budget cimport HostBudget
+
+
 # Memory that grows by whole chunks and never moves.
 cdef class Chunks:
     cdef readonly size_t chunk_bytes
     cdef readonly int n_chunks
     cdef readonly str what
-    cdef object _budget
+    cdef HostBudget _budget
     cdef unsigned char **_chunks
     cdef int _capacity
 

@@ -1,14 +1,12 @@
-from typing import Protocol, final
+from typing import final
+
+from kvmem.kv.budget import HostBudget
 
 __all__ = ["Chunks"]
 
-class Budget(Protocol):
-    def charge(self, n_bytes: int, what: str = ...) -> None: ...
-    def release(self, n_bytes: int) -> None: ...
-
 @final
 class Chunks:
-    def __new__(cls, chunk_bytes: int, what: str, budget: Budget | None = None) -> Chunks: ...
+    def __new__(cls, chunk_bytes: int, what: str, budget: HostBudget | None = None) -> Chunks: ...
     @property
     def chunk_bytes(self) -> int: ...
     @property

@@ -4,7 +4,9 @@ from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 from posix.stdlib cimport posix_memalign
 
-from cython cimport final
+from cython cimport final, no_gc_clear
+
+from kvmem.kv.budget cimport HostBudget
 
 __all__ = ["Chunks"]
 
@@ -12,14 +14,15 @@ cdef size_t ALIGNMENT = 64
 
 
 @final
+@no_gc_clear  # __dealloc__ gives the bytes back to the budget
 cdef class Chunks:
     """Args:
         chunk_bytes: size of a piece.
         what: names the memory in the budget's errors.
-        budget: a HostBudget, charged for each piece; None counts nothing.
+        budget: charged for each piece; None counts nothing.
     """
 
-    def __cinit__(self, size_t chunk_bytes, str what, budget=None):
+    def __cinit__(self, size_t chunk_bytes, str what, HostBudget budget=None):
         self.what = what
         self.chunk_bytes = (chunk_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         self._budget = budget
@@ -49,10 +52,10 @@ cdef class Chunks:
                 self._chunks = table
                 self._capacity = capacity
             if self._budget is not None:
-                self._budget.charge(self.chunk_bytes, self.what)
+                self._budget.take(self.chunk_bytes, self.what)
             if posix_memalign(&chunk, ALIGNMENT, self.chunk_bytes):
                 if self._budget is not None:
-                    self._budget.release(self.chunk_bytes)
+                    self._budget.give_back(self.chunk_bytes)
                 raise MemoryError()
             memset(chunk, 0, self.chunk_bytes)
             self._chunks[self.n_chunks] = <unsigned char *>chunk
@@ -65,4 +68,4 @@ cdef class Chunks:
             self.n_chunks -= 1
             free(self._chunks[self.n_chunks])
             if self._budget is not None:
-                self._budget.release(self.chunk_bytes)
+                self._budget.give_back(self.chunk_bytes)

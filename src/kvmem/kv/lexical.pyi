@@ -3,7 +3,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmem.kv.chunks import Budget
+from kvmem.kv.budget import HostBudget
 
 __all__ = ["UNIT_TOKENS", "LexicalIndex"]
 
@@ -12,7 +12,7 @@ UNIT_TOKENS: int
 @final
 class LexicalIndex:
     def __new__(
-        cls, block_tokens: int, unit_tokens: int = ..., budget: Budget | None = None
+        cls, block_tokens: int, unit_tokens: int = ..., budget: HostBudget | None = None
     ) -> LexicalIndex: ...
     @property
     def block_tokens(self) -> int: ...

@@ -16,6 +16,7 @@ from libc.string cimport memmove, memset
 
 from cython cimport final
 
+from kvmem.kv.budget cimport HostBudget
 from kvmem.kv.chunks cimport Chunks
 
 import numpy as np
@@ -50,7 +51,8 @@ cdef class LexicalIndex:
     A negative id (an image row) is no token. budget: see Chunks.
     """
 
-    def __cinit__(self, int block_tokens, int unit_tokens=UNIT_TOKENS, budget=None):
+    def __cinit__(self, int block_tokens, int unit_tokens=UNIT_TOKENS,
+                  HostBudget budget=None):
         if block_tokens <= 0:
             raise ConfigError("block_tokens", block_tokens, "> 0")
         if unit_tokens <= 0:

@@ -4,7 +4,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmem.kv.chunks import Budget
+from kvmem.kv.budget import HostBudget
 from kvmem.kv.query import Query
 from kvmem.kv.summary import KeySummaries
 
@@ -14,7 +14,7 @@ DEFAULT_THREADS: int
 
 @final
 class ScoreScratch:
-    def __new__(cls, budget: Budget | None = None) -> ScoreScratch: ...
+    def __new__(cls, budget: HostBudget | None = None) -> ScoreScratch: ...
     @property
     def n_bytes(self) -> int: ...
 

@@ -15,8 +15,9 @@ from libc.stdint cimport int8_t, uint16_t
 from libc.stdlib cimport calloc, free
 from posix.stdlib cimport posix_memalign
 
-from cython cimport final
+from cython cimport final, no_gc_clear
 
+from kvmem.kv.budget cimport HostBudget
 from kvmem.kv.summary cimport KeySummaries
 
 import numpy as np
@@ -63,17 +64,18 @@ cdef int _groups_per_pass(size_t width, int n_groups) noexcept nogil:
 
 
 @final
+@no_gc_clear  # __dealloc__ gives the bytes back to the budget
 cdef class ScoreScratch:
     """Working memory of scoring, kept from call to call. One call at a time may use it.
 
-    budget: a HostBudget, charged for what is held; None counts nothing.
+    budget: charged for what is held; None counts nothing.
     """
 
-    cdef object _budget
+    cdef HostBudget _budget
     cdef float *_data[MAX_THREADS]
     cdef size_t _sizes[MAX_THREADS]  # floats
 
-    def __cinit__(self, budget=None):
+    def __cinit__(self, HostBudget budget=None):
         self._budget = budget
 
     def __dealloc__(self):
@@ -81,7 +83,7 @@ cdef class ScoreScratch:
         for i in range(MAX_THREADS):
             free(self._data[i])
             if self._budget is not None and self._sizes[i]:
-                self._budget.release(self._sizes[i] * sizeof(float))
+                self._budget.give_back(self._sizes[i] * sizeof(float))
 
     @property
     def n_bytes(self):
@@ -100,12 +102,12 @@ cdef class ScoreScratch:
         cdef float *fresh = NULL
         if need > self._sizes[thread]:
             if self._budget is not None:
-                self._budget.charge((need - self._sizes[thread]) * sizeof(float), "scoring")
+                self._budget.take((need - self._sizes[thread]) * sizeof(float), "scoring")
             free(self._data[thread])
             self._data[thread] = NULL
             if posix_memalign(<void **>&fresh, 64, need * sizeof(float)):
                 if self._budget is not None:
-                    self._budget.release(need * sizeof(float))
+                    self._budget.give_back(need * sizeof(float))
                 self._sizes[thread] = 0
                 raise MemoryError()
             self._data[thread] = fresh

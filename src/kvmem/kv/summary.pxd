@@ -1,5 +1,6 @@
 from libc.stdint cimport int64_t
 
+from kvmem.kv.budget cimport HostBudget
 from kvmem.kv.chunks cimport Chunks
 from kvmem.kv.rope cimport Rotation
 
@@ -31,7 +32,7 @@ cdef class KeySummaries:
     cdef readonly int slices_per_block
     cdef readonly int n_blocks
     cdef readonly int blocks_per_chunk
-    cdef object _budget
+    cdef HostBudget _budget
     cdef Chunks _chunks
     cdef int chunk_slices          # of one pair, a multiple of the lanes
     cdef size_t *_key_offset       # [n_pairs], in a chunk

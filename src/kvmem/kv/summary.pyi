@@ -4,7 +4,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmem.kv.chunks import Budget
+from kvmem.kv.budget import HostBudget
 from kvmem.kv.layout import KvLayout, Pair
 
 __all__ = ["DEQUANTIZE_F16", "DEQUANTIZE_F32", "KeySummaries"]
@@ -19,7 +19,7 @@ class KeySummaries:
         layout: KvLayout,
         pairs: Sequence[tuple[int, int]],
         slice_tokens: int = 4,
-        budget: Budget | None = None,
+        budget: HostBudget | None = None,
     ) -> KeySummaries: ...
     @property
     def layout(self) -> KvLayout: ...

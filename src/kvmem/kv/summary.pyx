@@ -16,6 +16,7 @@ from libc.string cimport memset
 
 from cython cimport final
 
+from kvmem.kv.budget cimport HostBudget
 from kvmem.kv.chunks cimport Chunks
 from kvmem.kv.rope cimport (
     Rotation,
@@ -60,7 +61,7 @@ cdef class KeySummaries:
     One thread adds at a time; scoring may run beside it, truncate and recompute may not.
     """
 
-    def __cinit__(self, layout, pairs, int slice_tokens=4, budget=None):
+    def __cinit__(self, layout, pairs, int slice_tokens=4, HostBudget budget=None):
         self.layout = layout
         self.pairs = tuple(Pair(*pair) for pair in pairs)
         self.slice_tokens = slice_tokens
