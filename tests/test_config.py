@@ -100,6 +100,10 @@ def test_everything_is_visible_where_it_fits() -> None:
     assert pool.sources["budget_tokens"] == "auto: the whole workspace fits"
 
 
+def test_a_tiny_workspace_still_has_room_beside_the_sink() -> None:
+    assert sizes(workspace_tokens=64).n_budget_blocks == 3
+
+
 def test_a_small_device_gets_half_of_what_is_free() -> None:
     pool = sizes(replace(FACTS, free_device_bytes=4 << 20))
     assert pool.pool_tokens == 2048
@@ -127,10 +131,10 @@ def test_recent_gives_way_in_a_small_budget() -> None:
 
 def test_more_than_the_machine_has_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"host_limit_bytes is .* at most the machine's 17179869184"
+        ConfigError, match=r"host_limit_bytes is .* \(a block\) to the machine's 16.0 GiB"
     ):
         sizes(host_limit_bytes=17 * GIB)
-    with pytest.raises(ConfigError, match=r"budget_tokens is 33554432, .* at most 16777216"):
+    with pytest.raises(ConfigError, match=r"budget_tokens is 33554432, .* at most 8372224 beside"):
         sizes(budget_tokens=1 << 25, workspace_tokens=1 << 26)
 
 

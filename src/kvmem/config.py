@@ -35,6 +35,7 @@ DEFAULT_RECENT_TOKENS = 128
 SHARED_POOL_FRACTION = 0.5  # pool and host store live in the same RAM: half each
 DEVICE_POOL_FRACTION = 0.9  # the rest is left to compute buffers and to other programs
 HOST_FRACTION = 0.5
+GIB = 1 << 30
 
 _log = logging.getLogger(__name__)
 
@@ -285,7 +286,8 @@ class MemoryConfig:
         self, workspace: int, facts: MemoryFacts, sources: dict[str, str]
     ) -> tuple[int, int]:
         """Blocks of budget and reserve."""
-        whole = -(-workspace // self.block_tokens)
+        # beside the sink and the block that is written, a budget needs one to look back at
+        whole = max(-(-workspace // self.block_tokens), self.n_sink_blocks + 2)
         block_bytes = self.block_tokens * facts.kv_bytes_per_token
         reserve = self.reserve_blocks
         sources["reserve_tokens"] = "given"
@@ -314,14 +316,14 @@ class MemoryConfig:
             else:
                 reserve = self._auto_reserve(budget * 4 // 3)
                 sources["reserve_tokens"] = "auto: 25 % of the pool, at most 16,384"
-        pool_bytes = (budget + reserve) * block_bytes
-        if pool_bytes > facts.device_bytes:
+        if (budget + reserve) * block_bytes > facts.free_device_bytes:
+            most = max(0, facts.free_device_bytes // block_bytes - reserve) * self.block_tokens
             raise ConfigError(
                 "budget_tokens",
                 budget * self.block_tokens,
-                f"at most {facts.device_bytes // facts.kv_bytes_per_token} with the reserve "
-                f"(the device has {facts.device_bytes} bytes, a token needs "
-                f"{facts.kv_bytes_per_token})",
+                f"at most {most} beside a reserve of {reserve * self.block_tokens} "
+                f"({facts.free_device_bytes / GIB:.1f} of the device's "
+                f"{facts.device_bytes / GIB:.1f} GiB are free)",
             )
         return budget, reserve
 
@@ -330,20 +332,29 @@ class MemoryConfig:
         return max(1, min(pool_blocks // 4, MAX_AUTO_RESERVE_TOKENS // self.block_tokens))
 
     def _resolve_host(self, facts: MemoryFacts, pool_blocks: int, sources: dict[str, str]) -> int:
+        least = self.block_tokens * facts.host_bytes_per_token
         if self.host_limit_bytes is not None:
-            if self.host_limit_bytes > facts.host_bytes:
+            sources["host_limit_bytes"] = "given"
+            given = self.host_limit_bytes
+            if not least <= given <= facts.host_bytes:
                 raise ConfigError(
                     "host_limit_bytes",
-                    self.host_limit_bytes,
-                    f"at most the machine's {facts.host_bytes}",
+                    given,
+                    f"from {_size(least)} (a block) to the machine's {_size(facts.host_bytes)}",
                 )
-            sources["host_limit_bytes"] = "given"
-            return self.host_limit_bytes
+            return given
         free = facts.free_host_bytes
         if facts.shared:
             free -= pool_blocks * self.block_tokens * facts.kv_bytes_per_token
         sources["host_limit_bytes"] = f"auto: {HOST_FRACTION:.0%} of the free host memory"
-        return max(1, int(HOST_FRACTION * free))
+        if HOST_FRACTION * free < least:
+            raise ConfigError(
+                "host_limit_bytes",
+                "auto",
+                f"at least {_size(least)} (a block), but {_size(max(0, free))} are "
+                "left beside the pool",
+            )
+        return int(HOST_FRACTION * free)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,6 +390,10 @@ class ServerConfig:
         if self.n_predict is not None:
             _at_least("n_predict", self.n_predict, 1)
         _at_least("queue_limit", self.queue_limit, 1)
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= GIB else f"{n_bytes / (1 << 20):.2g} MiB"
 
 
 def _at_least(setting: str, value: int, least: int) -> None:

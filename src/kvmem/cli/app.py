@@ -1,0 +1,73 @@
+"""The `kvmem` command: its parts, and how every failure becomes one line and an exit code."""
+
+import logging
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from kvmem.cli import faults
+from kvmem.cli.plan import plan
+from kvmem.cli.run import run
+from kvmem.cli.serve import serve
+from kvmem.errors import Cancelled, KvmemError
+
+__all__ = ["app", "execute"]
+
+INTERRUPTED = 130
+OURS = ("serve", "run", "plan")  # commands that take settings from variables
+
+app = typer.Typer(
+    name="kvmem",
+    help="llama.cpp with tiered KV memory: a bounded working set that recalls.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+app.command()(serve)
+app.command()(run)
+app.command()(plan)
+
+
+def execute(args: Sequence[str]) -> int:
+    """Run a command line. Returns 0 done, 1 failed, 2 usage, 130 interrupted."""
+    command = typer.main.get_command(app)
+    name = args[0] if args and not args[0].startswith("-") else ""
+    if name in OURS:
+        options = getattr(command, "commands", {})[name].params
+        variables = frozenset(str(option.envvar) for option in options if option.envvar)
+        stray = faults.unknown_variable(variables) or faults.unknown_flag(
+            args[1:],
+            command=name,
+            known={text for option in options for text in (*option.opts, *option.secondary_opts)},
+            with_value={text for option in options if not option.is_flag for text in option.opts},
+        )
+        if stray is not None:
+            return _fail(stray, faults.USAGE)
+    try:
+        result = command.main(args=list(args), prog_name="kvmem", standalone_mode=False)
+    except typer.TyperException as error:
+        return _usage(error, name)
+    except (KeyboardInterrupt, typer.Abort, Cancelled):
+        return INTERRUPTED
+    except (KvmemError, OSError) as error:
+        line, code = faults.describe(error, command=name)
+        logging.getLogger(__name__).debug("%s failed", name, exc_info=True)
+        return _fail(line, code)
+    return result if isinstance(result, int) else 0
+
+
+def _usage(error: typer.TyperException, name: str) -> int:
+    message = error.format_message()
+    if not message:  # no arguments: the help was shown
+        return faults.USAGE
+    known = name in getattr(typer.main.get_command(app), "commands", {})
+    hint = f"kvmem {name} --help" if known else "kvmem --help"
+    return _fail(f"error: {message.rstrip('.')}; try {hint}", faults.USAGE)
+
+
+def _fail(line: str, code: int) -> int:
+    print(line.replace("\n", " "), file=sys.stderr)
+    return code

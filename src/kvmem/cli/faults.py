@@ -1,0 +1,172 @@
+"""One line for each thing that stops a command: `error: what; try what`."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
+
+from kvmem.errors import CapacityError, ConfigError, KvmemError, ModelError
+
+__all__ = ["LATER", "describe", "flag_of", "in_flags", "unknown_flag", "unknown_variable"]
+
+FAILED = 1
+USAGE = 2
+
+# setting -> the flag that a person typed
+FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "model": "-m",
+        "n_gpu_layers": "-ngl",
+        "n_threads": "-t",
+        "n_threads_batch": "-tb",
+        "workspace_tokens": "-c",
+        "budget_tokens": "--kvmem-budget",
+        "reserve_tokens": "--kvmem-gen-reserve",
+        "block_tokens": "--kvmem-block-tokens",
+        "sink_tokens": "--kvmem-sink-tokens",
+        "recent_tokens": "--kvmem-recent-tokens",
+        "host_limit_bytes": "--kvmem-host-gb",
+        "scorer": "--kvmem-scorer",
+        "type_k": "-ctk",
+        "type_v": "-ctv",
+        "batch_tokens": "-b",
+        "ubatch_tokens": "-ub",
+        "flash_attn": "-fa",
+        "api_keys": "--api-key",
+        "n_predict": "-n",
+        "temperature": "--temp",
+    }
+)
+
+# setting -> what to try; `{flag}` is its flag
+HINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "model": "-m FILE, or kvmem demo-model for a small one",
+        "budget_tokens": "another --kvmem-budget (kvmem plan shows what fits)",
+        "reserve_tokens": "a larger --kvmem-gen-reserve, or leave it out",
+        "sink_tokens": "a smaller --kvmem-sink-tokens, or a larger --kvmem-budget",
+        "recent_tokens": "a smaller --kvmem-recent-tokens, or a larger --kvmem-budget",
+        "host_limit_bytes": "a smaller --kvmem-host-gb, or leave it out",
+        "type_v": "--kv-dtype, which sets both",
+        "port": "another --port, or 0 for any that is free",
+    }
+)
+
+# flag -> the feature that it belongs to, which is not built yet
+LATER: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("--mmproj", "--mmproj-offload", "--no-mmproj-offload", "--image-min-tokens",
+             "--image-max-tokens", "-mmdev", "--video-fps"),
+            "reading images",
+        ),
+        **dict.fromkeys(
+            ("--spec-type", "--spec-draft-n-max", "--spec-draft-p-min", "--spec-kv-dtype",
+             "--kvmem-mtp-state"),
+            "drafting tokens",
+        ),
+        **dict.fromkeys(
+            ("--kvmem-query-replay", "--kvmem-query-policy", "--kvmem-method",
+             "--kvmem-query-last", "--kvmem-query-max-tokens", "--kvmem-gpu-ratio"),
+            "choosing how questions are replayed",
+        ),
+        **dict.fromkeys(("--ui-dir", "--no-ui", "--webui"), "the chat page"),
+        **dict.fromkeys(("--metrics", "--slots", "--props"), "monitoring"),
+        **dict.fromkeys(
+            ("--reasoning-budget", "--reasoning-budget-message", "--reasoning-effort",
+             "--reasoning-format", "--chat-template-kwargs"),
+            "control of thinking by flags",
+        ),
+        **dict.fromkeys(
+            ("-sm", "--split-mode", "-ts", "--tensor-split", "-mg", "--main-gpu", "-dev",
+             "--device", "-ot", "--override-tensor", "--lora", "-lm", "--list-devices"),
+            "that way of loading a model",
+        ),
+        **dict.fromkeys(
+            ("--kvmem-conversations", "--kvmem-conversations-gb", "--kvmem-session-ram-gb",
+             "--kvmem-session-nvme-gb", "--kvmem-session-cache-dir", "--kvmem-host-mib",
+             "--kvmem-disk-path", "--kvmem-disk-mib", "--kvmem-cpu-gb", "--kvmem-nvme-gb",
+             "--kvmem-nvme-dir"),
+            "keeping several conversations, or one on disk",
+        ),
+        **dict.fromkeys(("--anthropic",), "the messages API"),
+        **dict.fromkeys(
+            ("--api-key-file", "--ssl-key-file", "--ssl-cert-file"), "that security setting"
+        ),
+        **dict.fromkeys(("--kvmem-trace", "--log-disable", "-lv", "--log-verbosity"), "that log"),
+    }
+)  # fmt: skip
+
+HELP = ("-h", "--help")
+NEGATIVE = re.compile(r"-\d.*")
+VARIABLE = re.compile(r"LLAMA_ARG_\w+|LLAMA_API_KEY\w*|KVMEM_\w+")
+
+# of the build, the tests and the demo, not of a command
+OTHER_VARIABLES = frozenset(
+    {
+        "KVMEM_CACHE", "KVMEM_CHECKS", "KVMEM_CUDA", "KVMEM_DIST", "KVMEM_LLAMA",
+        "KVMEM_LLAMA_SOURCE", "KVMEM_RELEASE", "KVMEM_SANITIZE",
+    }
+)  # fmt: skip
+
+
+def flag_of(setting: str) -> str:
+    """The flag of a setting, as a person types it."""
+    return FLAGS.get(setting, "--" + setting.replace("_", "-"))
+
+
+def in_flags(rule: str) -> str:
+    """A rule with `setting=value` written as the flag and its value."""
+    for setting in sorted(FLAGS, key=len, reverse=True):
+        rule = re.sub(rf"\b{setting}=", f"{FLAGS[setting]} ", rule)
+    return rule
+
+
+def describe(error: Exception, *, command: str) -> tuple[str, int]:
+    """The line for an error, and the exit code."""
+    if isinstance(error, ConfigError):
+        hint = HINTS.get(error.setting, f"kvmem {command} --help")
+        value = error.value
+        if error.setting.endswith("_bytes") and isinstance(value, int):
+            value = f"{value / (1 << 30):.4g} GiB"
+        what = f"{flag_of(error.setting)} is {value}, but must be {in_flags(error.rule)}"
+        return f"error: {what}; try {hint}", USAGE
+    if isinstance(error, ModelError):
+        return f"error: {error}; try another file", FAILED
+    if isinstance(error, CapacityError):
+        return f"error: {error}; try kvmem plan to see what fits", FAILED
+    if isinstance(error, KvmemError):
+        return f"error: {error}; try kvmem {command} --help", FAILED
+    return f"error: {type(error).__name__}: {error}; try again with --verbose", FAILED
+
+
+def unknown_flag(
+    args: Sequence[str], *, command: str, known: Set[str], with_value: Set[str]
+) -> str | None:
+    """The line for the first flag that there is not, or not yet; None where all are known.
+
+    The parser would take -ts for -t with the value s. with_value: flags whose next argument is
+    their value, whatever it looks like.
+    """
+    rest = iter(args)
+    for arg in rest:
+        flag = arg.partition("=")[0]
+        if arg == "--":
+            break
+        if arg in with_value:
+            next(rest, None)
+        elif NEGATIVE.fullmatch(arg) or not arg.startswith("-") or arg == "-" or flag in known:
+            continue
+        elif flag in LATER:
+            return f"error: {flag} is not there yet ({LATER[flag]} comes later); try without it"
+        elif flag not in HELP:
+            return f"error: there is no option {flag}; try kvmem {command} --help"
+    return None
+
+
+def unknown_variable(known: frozenset[str]) -> str | None:
+    """The line for a set variable of ours or llama-server's that no option reads, or None."""
+    for name in sorted(os.environ):
+        if VARIABLE.fullmatch(name) and name not in known | OTHER_VARIABLES:
+            return f"error: the variable {name} is set, but no option reads it; try unset {name}"
+    return None

@@ -1,0 +1,383 @@
+"""The options that commands share, as dataclasses: one field, one flag, one variable.
+
+A flag wins over its variable (LLAMA_ARG_* where llama-server has the flag, KVMEM_* where it is
+ours). `takes` gives a command the options of some of these classes.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+from typer import Option
+
+from kvmem.chat.request import RequestDefaults
+from kvmem.config import (
+    EngineConfig,
+    FlashAttention,
+    KvType,
+    MemoryConfig,
+    ModelConfig,
+    Scorer,
+    ServerConfig,
+)
+from kvmem.engine.sampling import SamplingParams
+from kvmem.errors import ConfigError
+
+__all__ = ["EngineOptions", "SamplingOptions", "ServerOptions", "takes"]
+
+GIB = 1 << 30
+
+MODEL_PANEL = "Model"
+MEMORY_PANEL = "Memory"
+SAMPLING_PANEL = "Sampling (what a request may change)"
+SERVER_PANEL = "Server"
+
+
+def _flag(*names: str, env: str | None = None, panel: str, help: str) -> Any:
+    return Option(*names, envvar=env, show_envvar=env is not None, rich_help_panel=panel, help=help)
+
+
+def _llama(*names: str, env: str, panel: str, help: str) -> Any:
+    return _flag(*names, env=f"LLAMA_ARG_{env}", panel=panel, help=help)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Model and memory."""
+
+    model: Annotated[
+        Path | None,
+        _llama("-m", "--model", env="MODEL", panel=MODEL_PANEL, help="GGUF file of the model."),
+    ] = None
+    n_gpu_layers: Annotated[
+        str,
+        _llama(
+            "-ngl", "--gpu-layers", "--n-gpu-layers", env="N_GPU_LAYERS", panel=MODEL_PANEL,
+            help="Layers on the GPU: a number, or all.",
+        ),
+    ] = "all"  # fmt: skip
+    threads: Annotated[
+        int,
+        _llama("-t", "--threads", env="THREADS", panel=MODEL_PANEL,
+               help="Threads of a decode step; -1 for all cores that kvmem may use."),
+    ] = -1  # fmt: skip
+    threads_batch: Annotated[
+        int,
+        _flag("-tb", "--threads-batch", panel=MODEL_PANEL,
+              help="Threads that read the prompt; -1 for as many as -t."),
+    ] = -1  # fmt: skip
+    mmap: Annotated[
+        bool,
+        _flag("--mmap/--no-mmap", panel=MODEL_PANEL, help="Map the file instead of reading it."),
+    ] = True
+    mlock: Annotated[
+        bool, _flag("--mlock", panel=MODEL_PANEL, help="Keep the mapped model in RAM.")
+    ] = False
+    chat_template: Annotated[
+        str | None,
+        _llama("--chat-template", env="CHAT_TEMPLATE", panel=MODEL_PANEL,
+               help="Jinja text in place of the model's chat template."),
+    ] = None  # fmt: skip
+    chat_template_file: Annotated[
+        Path | None,
+        _llama("--chat-template-file", env="CHAT_TEMPLATE_FILE", panel=MODEL_PANEL,
+               help="The same, from a file."),
+    ] = None  # fmt: skip
+    jinja: Annotated[
+        bool,
+        _llama("--jinja", env="JINJA", panel=MODEL_PANEL,
+               help="Accepted for llama-server's sake: templates are always Jinja."),
+    ] = False  # fmt: skip
+    workspace: Annotated[
+        int,
+        _llama("-c", "--ctx-size", env="CTX_SIZE", panel=MEMORY_PANEL,
+               help="Workspace: tokens that a history may have. It does not size the device pool. "
+               "0 for the length that the model was trained for."),
+    ] = 0  # fmt: skip
+    kvmem: Annotated[
+        bool,
+        _flag("--kvmem/--no-kvmem", panel=MEMORY_PANEL,
+              help="Bounded working set with recall; off is plain llama.cpp."),
+    ] = True  # fmt: skip
+    budget: Annotated[
+        int,
+        _flag("--kvmem-budget", env="KVMEM_BUDGET", panel=MEMORY_PANEL,
+              help="History tokens on the device, in whole blocks. 0 for what free memory holds."),
+    ] = 0  # fmt: skip
+    reserve: Annotated[
+        int | None,
+        _flag("--kvmem-gen-reserve", env="KVMEM_GEN_RESERVE", panel=MEMORY_PANEL,
+              help="Cells kept free for a reply, which may still be longer. Left out: a quarter of "
+              "the pool, at most 16384."),
+    ] = None  # fmt: skip
+    block: Annotated[
+        int,
+        _flag("--kvmem-block-tokens", env="KVMEM_BLOCK_TOKENS", panel=MEMORY_PANEL,
+              help="Tokens of a block, the unit of choice and transfer."),
+    ] = 128  # fmt: skip
+    sink: Annotated[
+        int,
+        _flag("--kvmem-sink-tokens", env="KVMEM_SINK_TOKENS", panel=MEMORY_PANEL,
+              help="Always visible head of the history; 0 for one block."),
+    ] = 0  # fmt: skip
+    recent: Annotated[
+        int | None,
+        _flag("--kvmem-recent-tokens", env="KVMEM_RECENT_TOKENS", panel=MEMORY_PANEL,
+              help="Always visible newest part. Left out: 128, less where the budget is small."),
+    ] = None  # fmt: skip
+    scorer: Annotated[
+        Scorer,
+        _flag("--kvmem-scorer", env="KVMEM_SCORER", panel=MEMORY_PANEL,
+              help="How blocks are ranked for a question."),
+    ] = "fused"  # fmt: skip
+    host_gb: Annotated[
+        float,
+        _flag("--kvmem-host-gb", env="KVMEM_HOST_GB", panel=MEMORY_PANEL,
+              help="Limit of the host store in GiB, taken as it fills and never passed. 0 for half "
+              "of the free RAM."),
+    ] = 0.0  # fmt: skip
+    kv_dtype: Annotated[
+        KvType,
+        _flag("--kv-dtype", env="KVMEM_KV_DTYPE", panel=MEMORY_PANEL, help="Type of K and V."),
+    ] = "q8_0"
+    type_k: Annotated[
+        KvType | None,
+        _llama("-ctk", "--cache-type-k", env="CACHE_TYPE_K", panel=MEMORY_PANEL,
+               help="Type of K alone; wins over --kv-dtype."),
+    ] = None  # fmt: skip
+    type_v: Annotated[
+        KvType | None,
+        _llama("-ctv", "--cache-type-v", env="CACHE_TYPE_V", panel=MEMORY_PANEL,
+               help="Type of V alone; wins over --kv-dtype."),
+    ] = None  # fmt: skip
+    flash_attn: Annotated[
+        FlashAttention,
+        _llama("-fa", "--flash-attn", env="FLASH_ATTN", panel=MEMORY_PANEL,
+               help="Flash attention, which quantised V needs."),
+    ] = "auto"  # fmt: skip
+    batch: Annotated[
+        int,
+        _llama("-b", "--batch-size", env="BATCH", panel=MEMORY_PANEL,
+               help="Most tokens of one decode call."),
+    ] = 512  # fmt: skip
+    ubatch: Annotated[
+        int | None,
+        _llama("-ub", "--ubatch-size", env="UBATCH", panel=MEMORY_PANEL,
+               help="Most tokens computed at once. Left out: as -b."),
+    ] = None  # fmt: skip
+
+    def config(self) -> EngineConfig:
+        """Raises ConfigError: a rule is broken, or no model is named."""
+        if self.model is None:
+            raise ConfigError("model", "not given", "the path of a GGUF file")
+        return EngineConfig(
+            model=ModelConfig(
+                path=self.model,
+                n_gpu_layers=_layers(self.n_gpu_layers),
+                n_threads=_automatic(self.threads),
+                n_threads_batch=_automatic(self.threads_batch),
+                use_mmap=self.mmap,
+                use_mlock=self.mlock,
+                chat_template=self._template(),
+            ),
+            memory=MemoryConfig(
+                enabled=self.kvmem,
+                workspace_tokens=self.workspace or None,
+                budget_tokens=self.budget or None,
+                reserve_tokens=self.reserve,
+                block_tokens=self.block,
+                sink_tokens=self.sink,
+                recent_tokens=self.recent,
+                host_limit_bytes=int(self.host_gb * GIB) if self.host_gb else None,
+                scorer=self.scorer,
+                type_k=self.type_k or self.kv_dtype,
+                type_v=self.type_v or self.kv_dtype,
+                batch_tokens=self.batch,
+                ubatch_tokens=self.ubatch,
+                flash_attn=self.flash_attn,
+            ),
+        )
+
+    def _template(self) -> str | None:
+        if self.chat_template_file is None:
+            return self.chat_template
+        if self.chat_template is not None:
+            raise ConfigError(
+                "chat_template_file", self.chat_template_file, "given without chat_template"
+            )
+        try:
+            return self.chat_template_file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                "chat_template_file", self.chat_template_file, f"a readable file ({error})"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen where a request says nothing."""
+
+    n_predict: Annotated[
+        int,
+        _llama("-n", "--predict", "--n-predict", env="N_PREDICT", panel=SAMPLING_PANEL,
+               help="Most tokens of a reply; -1 for the room in the workspace."),
+    ] = -1  # fmt: skip
+    temperature: Annotated[
+        float | None,
+        _llama("--temp", "--temperature", env="TEMPERATURE", panel=SAMPLING_PANEL,
+               help="0 is greedy. Left out, as the five below: llama.cpp's default."),
+    ] = None  # fmt: skip
+    top_k: Annotated[
+        int | None, _llama("--top-k", env="TOP_K", panel=SAMPLING_PANEL, help="0 turns it off.")
+    ] = None
+    top_p: Annotated[
+        float | None, _llama("--top-p", env="TOP_P", panel=SAMPLING_PANEL, help="1 turns it off.")
+    ] = None
+    min_p: Annotated[
+        float | None, _llama("--min-p", env="MIN_P", panel=SAMPLING_PANEL, help="0 turns it off.")
+    ] = None
+    repeat_penalty: Annotated[
+        float | None,
+        _llama("--repeat-penalty", env="REPEAT_PENALTY", panel=SAMPLING_PANEL,
+               help="1 turns it off."),
+    ] = None  # fmt: skip
+    presence_penalty: Annotated[
+        float | None,
+        _llama("--presence-penalty", env="PRESENCE_PENALTY", panel=SAMPLING_PANEL,
+               help="0 turns it off."),
+    ] = None  # fmt: skip
+    frequency_penalty: Annotated[
+        float | None,
+        _llama("--frequency-penalty", env="FREQUENCY_PENALTY", panel=SAMPLING_PANEL,
+               help="0 turns it off."),
+    ] = None  # fmt: skip
+    seed: Annotated[
+        int | None,
+        _flag("-s", "--seed", panel=SAMPLING_PANEL, help="Left out or -1: a random one."),
+    ] = None
+    enable_thinking: Annotated[
+        bool | None,
+        _flag("--enable-thinking/--no-think", panel=SAMPLING_PANEL,
+              help="Whether models that can think do so. Left out: as the template has it."),
+    ] = None  # fmt: skip
+
+    def defaults(self) -> RequestDefaults:
+        """Raises ConfigError: a value out of range."""
+        for name, value, least in (
+            ("temperature", self.temperature, 0.0),
+            ("top_p", self.top_p, 0.0),
+            ("min_p", self.min_p, 0.0),
+        ):
+            if value is not None and not value >= least:
+                raise ConfigError(name, value, f"at least {least:g}")
+        if self.repeat_penalty is not None and not self.repeat_penalty > 0:
+            raise ConfigError("repeat_penalty", self.repeat_penalty, "above 0")
+        if self.n_predict < -1:
+            raise ConfigError("n_predict", self.n_predict, "at least 0, or -1 for no limit")
+        return RequestDefaults(
+            sampling=SamplingParams(
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                repeat_penalty=self.repeat_penalty,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                seed=self.seed,
+            ),
+            max_tokens=None if self.n_predict == -1 else self.n_predict,
+            enable_thinking=self.enable_thinking,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Where to listen, and for whom."""
+
+    host: Annotated[
+        str, _llama("--host", env="HOST", panel=SERVER_PANEL, help="Address to listen on.")
+    ] = "127.0.0.1"
+    port: Annotated[
+        int,
+        _llama("--port", env="PORT", panel=SERVER_PANEL, help="Port; 0 for any that is free."),
+    ] = 8080
+    alias: Annotated[
+        str | None,
+        _llama("-a", "--alias", env="ALIAS", panel=SERVER_PANEL,
+               help="Name of the model in replies. Left out: the file's name."),
+    ] = None  # fmt: skip
+    api_key: Annotated[
+        str | None,
+        _flag("--api-key", env="LLAMA_API_KEY", panel=SERVER_PANEL,
+              help="Key that clients must bring, or several with commas between."),
+    ] = None  # fmt: skip
+    parallel: Annotated[
+        int,
+        _llama("-np", "--parallel", env="N_PARALLEL", panel=SERVER_PANEL,
+               help="Requests at a time: 1; others wait."),
+    ] = 1  # fmt: skip
+
+    def config(self, model: Path) -> ServerConfig:
+        """Raises ConfigError: a rule is broken."""
+        if self.parallel != 1:
+            raise ConfigError("parallel", self.parallel, "1: one history is on the device")
+        keys = () if self.api_key is None else tuple(self.api_key.split(","))
+        return ServerConfig(
+            host=self.host,
+            port=self.port,
+            alias=self.alias or model.stem,
+            api_keys=tuple(key.strip() for key in keys),
+        )
+
+
+def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Put the options of these dataclasses in front of a command's own.
+
+    The command gets one filled object a class, in this order, and its own options by name.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(command, include_extras=True)
+        own = [
+            parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, parameter in inspect.signature(command).parameters.items()
+            if hints[name] not in groups
+        ]
+        shared = [_parameter(group, name) for group in groups for name in _names(group)]
+
+        def run(**values: Any) -> None:
+            objects = [group(**{n: values.pop(n) for n in _names(group)}) for group in groups]
+            command(*objects, **values)
+
+        run.__name__ = command.__name__
+        run.__doc__ = command.__doc__
+        run.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in (*shared, *own)}
+        return run
+
+    return decorate
+
+
+def _names(group: type) -> list[str]:
+    return [item.name for item in fields(group)]
+
+
+def _parameter(group: type, name: str) -> inspect.Parameter:
+    hint = get_type_hints(group, include_extras=True)[name]
+    default = next(item.default for item in fields(group) if item.name == name)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _layers(text: str) -> int:
+    if text in ("all", "auto"):
+        return -1
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError("n_gpu_layers", text, "a number, or all") from None
+
+
+def _automatic(threads: int) -> int | None:
+    return None if threads == -1 else threads

@@ -1,0 +1,161 @@
+"""`kvmem plan`: what a configuration takes, and where each value comes from."""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from typer import Option
+
+from kvmem.cli import logs, show
+from kvmem.cli.options import EngineOptions, takes
+from kvmem.config import EngineConfig, MemoryFacts, PoolSizes
+from kvmem.engine.facts import memory_facts
+from kvmem.llama.context import Context
+from kvmem.llama.memory import LlamaPort
+from kvmem.llama.model import Model
+
+__all__ = ["Plan", "make_plan", "plan", "render_plan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Resolved sizes with what they cost.
+
+    checkpoint_bytes: the recurrent state that goes into one checkpoint; 0 without such layers.
+    n_history_tokens: largest history that the host limit and the workspace hold.
+    """
+
+    config: EngineConfig
+    model: str
+    weight_bytes: int
+    checkpoint_bytes: int
+    facts: MemoryFacts
+    sizes: PoolSizes
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.sizes.pool_tokens * self.facts.kv_bytes_per_token
+
+    @property
+    def n_history_tokens(self) -> int:
+        stored = self.sizes.host_limit_bytes // self.facts.host_bytes_per_token
+        return min(self.sizes.workspace_tokens, stored)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json; bytes and tokens as plain numbers."""
+        sizes = self.sizes
+        return {
+            "model": self.model,
+            "weight_bytes": self.weight_bytes,
+            "kvmem": self.config.memory.enabled,
+            "type_k": self.config.memory.type_k,
+            "type_v": self.config.memory.type_v,
+            "workspace_tokens": sizes.workspace_tokens,
+            "block_tokens": sizes.block_tokens,
+            "budget_tokens": sizes.budget_tokens,
+            "reserve_tokens": sizes.reserve_tokens,
+            "sink_tokens": sizes.n_sink_blocks * sizes.block_tokens,
+            "recent_tokens": sizes.n_recent_blocks * sizes.block_tokens,
+            "pool_tokens": sizes.pool_tokens,
+            "pool_bytes": self.pool_bytes,
+            "kv_bytes_per_token": self.facts.kv_bytes_per_token,
+            "host_bytes_per_token": self.facts.host_bytes_per_token,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "host_limit_bytes": sizes.host_limit_bytes,
+            "history_tokens": self.n_history_tokens,
+            "free_device_bytes": self.facts.free_device_bytes,
+            "free_host_bytes": self.facts.free_host_bytes,
+            "sources": dict(sizes.sources),
+        }
+
+
+@takes(EngineOptions)
+def plan(
+    options: EngineOptions,
+    as_json: Annotated[bool, Option("--json", help="Print an object instead of a table.")] = False,
+    verbose: Annotated[bool, Option("-v", "--verbose", help="Log to stderr.")] = False,
+) -> None:
+    """Show what a configuration takes: weights, pool, host store, and the history that fits."""
+    logs.set_up(verbose=verbose)
+    made = make_plan(options.config())
+    print(json.dumps(made.as_dict(), indent=2) if as_json else render_plan(made))
+
+
+def make_plan(config: EngineConfig) -> Plan:
+    """Map the model, measure one block of its cache, and resolve the sizes.
+
+    Raises ModelError and ConfigError as a start would.
+    """
+    with Model(config.model.path, n_gpu_layers=0, use_mmap=True) as model:
+        facts = memory_facts(model, config)
+        if not facts.shared:  # the weights are not on the device now
+            free = max(0, facts.free_device_bytes - model.size_bytes)
+            facts = replace(facts, free_device_bytes=free)
+        return Plan(
+            config=config,
+            model=model.description,
+            weight_bytes=model.size_bytes,
+            checkpoint_bytes=_checkpoint_bytes(model, config),
+            facts=facts,
+            sizes=config.memory.resolve(facts),
+        )
+
+
+def _checkpoint_bytes(model: Model, config: EngineConfig) -> int:
+    """Bytes of the recurrent state, from a context of one block."""
+    memory = config.memory
+    if not memory.enabled or not model.is_hybrid:
+        return 0
+    with Context(
+        model,
+        n_ctx=memory.block_tokens,
+        n_cells=memory.block_tokens,
+        block_tokens=memory.block_tokens,
+        n_batch=1,
+        n_ubatch=1,
+    ) as context:
+        return LlamaPort(context).device_bytes()[1]
+
+
+def render_plan(made: Plan) -> str:
+    """The plan as a table."""
+    sizes, facts = made.sizes, made.facts
+    sources = sizes.sources
+    kinds = f"{made.config.memory.type_k} / {made.config.memory.type_v}"
+    rows: list[tuple[str, str, str, str]] = [("", "tokens", "bytes", "from")]
+
+    def add(name: str, tokens: int | None, n_bytes: int | None, source: str) -> None:
+        rows.append(
+            (
+                name,
+                "" if tokens is None else f"{tokens:,}",
+                "" if n_bytes is None else show.size(n_bytes),
+                source,
+            )
+        )
+
+    add("weights", None, made.weight_bytes, made.model)
+    add("workspace (-c)", sizes.workspace_tokens, None, sources["workspace_tokens"])
+    if not made.config.memory.enabled:
+        n_bytes = sizes.workspace_tokens * facts.kv_bytes_per_token
+        add("KV cache", sizes.workspace_tokens, n_bytes, "--no-kvmem: plain llama.cpp")
+        return show.table(rows, right=(1, 2))
+    row = facts.kv_bytes_per_token
+    block = sizes.block_tokens
+    budget, reserve = sizes.budget_tokens, sizes.reserve_tokens
+    sink, recent = sizes.n_sink_blocks * block, sizes.n_recent_blocks * block
+    add("block", block, block * row, sources["block_tokens"])
+    add("budget", budget, budget * row, sources["budget_tokens"])
+    add("  sink, always in it", sink, None, sources["n_sink_blocks"])
+    add("  recent, always in it", recent, None, sources["n_recent_blocks"])
+    add("reserve", reserve, reserve * row, sources["reserve_tokens"])
+    add("device pool", sizes.pool_tokens, made.pool_bytes, f"budget + reserve, K/V {kinds}")
+    add("host store limit", None, sizes.host_limit_bytes, sources["host_limit_bytes"])
+    add("  a token in it", 1, facts.host_bytes_per_token, "K, V, summaries, tables")
+    state = made.checkpoint_bytes
+    why = "the recurrent state" if state else "none: this model has attention layers only"
+    add("  a checkpoint in it", None, state, why)
+    whole = made.n_history_tokens == sizes.workspace_tokens
+    limit = "the workspace" if whole else "the host limit"
+    add("largest history", made.n_history_tokens, None, f"bounded by {limit}")
+    return show.table(rows, right=(1, 2))

@@ -1,0 +1,99 @@
+"""`kvmem serve`: the HTTP server."""
+
+import socket
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import uvicorn
+from typer import Option
+
+from kvmem.cli import logs, show
+from kvmem.cli.options import EngineOptions, SamplingOptions, ServerOptions, takes
+from kvmem.config import EngineConfig, ServerConfig
+from kvmem.errors import ConfigError
+from kvmem.server.app import create_app
+from kvmem.server.backend import Backend, EngineBackend
+
+__all__ = ["serve"]
+
+# After a signal: what still runs is cancelled, which takes a batch.
+SHUTDOWN_S = 5
+
+
+@takes(EngineOptions, SamplingOptions, ServerOptions)
+def serve(
+    options: EngineOptions,
+    sampling: SamplingOptions,
+    server: ServerOptions,
+    verbose: Annotated[bool, Option("-v", "--verbose", help="Log each request.")] = False,
+) -> None:
+    """Serve OpenAI's chat completions over HTTP until interrupted."""
+    logs.set_up(verbose=verbose)
+    config = options.config()
+    where = server.config(config.model.path)
+    defaults = sampling.defaults()
+    failures: list[BaseException] = []
+    with _listen(where) as listener:
+        url = f"http://{_host_for_url(where.host)}:{listener.getsockname()[1]}"
+
+        def load(progress: Callable[[float], object]) -> Backend:
+            backend = EngineBackend(config, progress=progress)
+            _announce(backend, config, url)
+            return backend
+
+        def fail(error: BaseException) -> None:
+            failures.append(error)
+            runner.should_exit = True
+
+        app = create_app(load, where, defaults=defaults, on_failure=fail)
+        runner = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=SHUTDOWN_S,
+            )
+        )
+        print(f"loading {config.model.path}", file=sys.stderr)
+        runner.run(sockets=[listener])
+    if failures:
+        raise failures[0]
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    """A bound socket; the port is known to be free before anything is loaded."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        if isinstance(error, socket.gaierror):
+            raise ConfigError("host", config.host, "an address of this machine") from None
+        raise ConfigError(
+            "port", config.port, f"free on {config.host} ({error.strerror})"
+        ) from None
+    return listener
+
+
+def _host_for_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _announce(backend: EngineBackend, config: EngineConfig, url: str) -> None:
+    sizes, facts = backend.engine.sizes, backend.engine.facts
+    if config.memory.enabled:
+        print(
+            f"workspace {sizes.workspace_tokens:,} tokens, pool {sizes.budget_tokens:,} + "
+            f"{sizes.reserve_tokens:,} tokens in blocks of {sizes.block_tokens} "
+            f"({show.size(sizes.pool_tokens * facts.kv_bytes_per_token)}), host limit "
+            f"{show.size(sizes.host_limit_bytes)}",
+            file=sys.stderr,
+        )
+    else:
+        print(f"workspace {sizes.workspace_tokens:,} tokens, KV memory off", file=sys.stderr)
+    print(f"listening on {url}", file=sys.stderr, flush=True)

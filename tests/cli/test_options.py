@@ -1,0 +1,171 @@
+"""Flags, variables and the one line that each mistake gets."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvmem.cli.app import execute
+from kvmem.cli.faults import LATER
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("LLAMA_", "KVMEM_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def stderr_of(capsys: pytest.CaptureFixture[str]) -> "Runner":
+    return Runner(capsys)
+
+
+class Runner:
+    """Runs a command line; gives exit code and stderr."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *args: str) -> tuple[int, str]:
+        code = execute(args)
+        captured = self._capsys.readouterr()
+        assert captured.out == ""
+        return code, captured.err
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (
+            ["--kvmem-budget", "100"],
+            "error: --kvmem-budget is 100, but must be at least one block (--kvmem-block-tokens "
+            "128); try another --kvmem-budget (kvmem plan shows what fits)",
+        ),
+        (
+            ["--kvmem-budget", "512", "--kvmem-sink-tokens", "512"],
+            "error: --kvmem-sink-tokens is 512, but must be below --kvmem-budget 512 (the sink is "
+            "at least one block); try a smaller --kvmem-sink-tokens, or a larger --kvmem-budget",
+        ),
+        (
+            ["--kvmem-budget", "512", "--kvmem-sink-tokens", "600"],
+            "error: --kvmem-sink-tokens is 600, but must be below --kvmem-budget 512 (the sink is "
+            "at least one block); try a smaller --kvmem-sink-tokens, or a larger --kvmem-budget",
+        ),
+        (
+            ["--kvmem-gen-reserve", "0"],
+            "error: --kvmem-gen-reserve is 0, but must be at least one block "
+            "(--kvmem-block-tokens 128); try a larger --kvmem-gen-reserve, or leave it out",
+        ),
+        (
+            ["-ctk", "f16"],
+            "error: -ctv is q8_0, but must be as -ctk f16, where one of them is a float; "
+            "try --kv-dtype, which sets both",
+        ),
+        (["-t", "0"], "error: -t is 0, but must be at least 1; try kvmem plan --help"),
+        (["-ngl", "x"], "error: -ngl is x, but must be a number, or all; try kvmem plan --help"),
+        (["--foo"], "error: there is no option --foo; try kvmem plan --help"),
+        (["--foo=1"], "error: there is no option --foo; try kvmem plan --help"),
+        (["-zz"], "error: there is no option -zz; try kvmem plan --help"),
+        (["-to", "5"], "error: there is no option -to; try kvmem plan --help"),
+        (["-t4"], "error: there is no option -t4; try kvmem plan --help"),
+        (["--port", "1"], "error: there is no option --port; try kvmem plan --help"),
+        (
+            ["--mmproj", "x.gguf"],
+            "error: --mmproj is not there yet (reading images comes later); try without it",
+        ),
+        (
+            ["--ssl-key-file", "x"],
+            "error: --ssl-key-file is not there yet (that security setting comes later); "
+            "try without it",
+        ),
+        (["-c", "many"], "error: Invalid value for '-c' / '--ctx-size' (env var: "
+         "'LLAMA_ARG_CTX_SIZE'): Input should be a valid integer, unable to parse string as an "
+         "integer; try kvmem plan --help"),
+        (["-c"], "error: Option '-c' requires an argument; try kvmem plan --help"),
+        (["more"], "error: Got unexpected extra argument(s) (more); try kvmem plan --help"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_one_line(stderr_of: Runner, args: list[str], line: str) -> None:
+    assert stderr_of("plan", "-m", "m.gguf", *args) == (2, line + "\n")
+
+
+@pytest.mark.parametrize("flag", sorted(LATER))
+def test_flags_of_later_features_are_named(stderr_of: Runner, flag: str) -> None:
+    code, line = stderr_of("serve", "-m", "m.gguf", flag, "1")
+    assert code == 2
+    assert line == f"error: {flag} is not there yet ({LATER[flag]} comes later); try without it\n"
+
+
+def test_no_model_and_no_command(stderr_of: Runner) -> None:
+    assert stderr_of("run", "-p", "x") == (
+        2,
+        "error: -m is not given, but must be the path of a GGUF file; try -m FILE, or kvmem "
+        "demo-model for a small one\n",
+    )
+    assert stderr_of("dance") == (2, "error: No such command 'dance'; try kvmem --help\n")
+
+
+def test_files_that_are_no_model(stderr_of: Runner, tmp_path: Path, tiny_llama: Path) -> None:
+    code, line = stderr_of("plan", "-m", str(tmp_path / "none.gguf"))
+    assert code == 1
+    assert line.startswith(f"error: cannot read the model {tmp_path}/none.gguf: No such file")
+    text = tmp_path / "text.gguf"
+    text.write_text("hello")
+    code, line = stderr_of("plan", "-m", str(text))
+    assert code == 1
+    assert line.startswith(f"error: {text} is no GGUF file")
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(tiny_llama.read_bytes()[:-100_000])
+    code, line = stderr_of("plan", "-m", str(cut))
+    assert code == 1
+    assert line.count("\n") == 1
+    assert "is not within the file bounds" in line
+
+
+@pytest.mark.parametrize("gib", ["1000000", "0.00001"])
+def test_a_host_limit_beyond_the_machine(stderr_of: Runner, tiny_llama: Path, gib: str) -> None:
+    code, line = stderr_of("plan", "-m", str(tiny_llama), "-c", "512", "--kvmem-host-gb", gib)
+    assert code == 2
+    assert line.startswith("error: --kvmem-host-gb is ")
+    assert "GiB, but must be from" in line
+
+
+def test_a_pool_beyond_the_machine(stderr_of: Runner, tiny_llama: Path) -> None:
+    huge = str(1 << 30)
+    code, line = stderr_of(
+        "plan", "-m", str(tiny_llama), "-c", huge, "--kvmem-budget", str(1 << 29)
+    )
+    assert code == 2
+    last = line.splitlines()[-1]
+    assert last.startswith("error: --kvmem-budget is 536870912, but must be at most ")
+
+
+def test_variables_are_read_and_flags_win(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_llama: Path
+) -> None:
+    monkeypatch.setenv("LLAMA_ARG_MODEL", str(tiny_llama))
+    monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "4096")
+    monkeypatch.setenv("KVMEM_BUDGET", "512")
+    assert execute(["plan", "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert '"workspace_tokens": 4096,' in shown
+    assert '"budget_tokens": 512,' in shown
+    assert execute(["plan", "--json", "--kvmem-budget", "1024"]) == 0
+    assert '"budget_tokens": 1024,' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["KVMEM_BUDGTE", "LLAMA_ARG_SSL_KEY_FILE", "LLAMA_API_KEY_FILE"])
+def test_variables_that_no_option_reads(
+    stderr_of: Runner, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "1")
+    line = f"error: the variable {name} is set, but no option reads it; try unset {name}\n"
+    assert stderr_of("plan", "-m", "m.gguf") == (2, line)
+
+
+def test_bad_values_of_variables(stderr_of: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "many")
+    code, line = stderr_of("plan", "-m", "m.gguf")
+    assert code == 2
+    assert "LLAMA_ARG_CTX_SIZE" in line

@@ -1,0 +1,80 @@
+"""The plan: the whole table, and that its figures are those of a start."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvmem.cli.app import execute
+from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
+from kvmem.engine.engine import Engine
+
+ARGS = ("-c", "4096", "--kvmem-budget", "512", "--kvmem-block-tokens", "32", "--kvmem-gen-reserve")
+
+TABLE = """\
+                        tokens      bytes  from
+weights                         {weights}  llama ?B all F32
+workspace (-c)           4,096             given
+block                       32    8.5 KiB  given
+budget                     512  136.0 KiB  given
+  sink, always in it        32             auto: one block
+  recent, always in it     128             auto: 128
+reserve                    128   34.0 KiB  given
+device pool                640  170.0 KiB  budget + reserve, K/V q8_0 / q8_0
+host store limit                  1.0 GiB  given
+  a token in it              1      345 B  K, V, summaries, tables
+  a checkpoint in it                  0 B  none: this model has attention layers only
+largest history          4,096             bounded by the workspace
+"""
+
+
+def test_the_table(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", "-m", str(tiny_llama), *ARGS, "128", "--kvmem-host-gb", "1"]
+    assert execute(args) == 0
+    captured = capsys.readouterr()
+    weights = f"{(tiny_llama.stat().st_size) / 1024:.1f}"
+    shown = captured.out
+    assert captured.err == ""
+    lines = shown.splitlines()
+    assert float(lines[1].split()[1]) == pytest.approx(float(weights), rel=0.05)
+    assert lines[2:] == TABLE.splitlines()[2:]
+
+
+def test_the_figures_are_those_of_a_start(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert execute(["plan", "--json", "-m", str(tiny_llama), *ARGS, "128"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    memory = MemoryConfig(
+        workspace_tokens=4096, budget_tokens=512, reserve_tokens=128, block_tokens=32
+    )
+    with Engine(EngineConfig(model=ModelConfig(path=tiny_llama), memory=memory)) as engine:
+        assert plan["pool_tokens"] == engine.sizes.pool_tokens
+        assert plan["budget_tokens"] == engine.sizes.budget_tokens
+        assert plan["weight_bytes"] == engine.model.size_bytes
+        assert plan["kv_bytes_per_token"] == engine.facts.kv_bytes_per_token
+    assert plan["history_tokens"] == 4096
+    assert plan["sources"]["budget_tokens"] == "given"
+
+
+def test_a_small_host_limit_bounds_the_history(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["plan", "--json", "-m", str(tiny_llama), *ARGS, "128", "--kvmem-host-gb", "0.001"]
+    assert execute(args) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["history_tokens"] == int(0.001 * (1 << 30)) // plan["host_bytes_per_token"]
+
+
+def test_a_hybrid_has_checkpoints(tiny_qwen35: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["plan", "--json", "-m", str(tiny_qwen35), *ARGS, "128"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    # two recurrent layers: 3 columns of 256 for the convolution, 32 x 128 of state, f32
+    assert plan["checkpoint_bytes"] == 2 * 4 * (3 * 256 + 32 * 128)
+
+
+def test_without_the_memory(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["plan", "-m", str(tiny_llama), "-c", "1024", "--no-kvmem"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "KV cache         1,024  272.0 KiB  --no-kvmem: plain llama.cpp"
+    )

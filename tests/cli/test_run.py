@@ -1,0 +1,96 @@
+"""One prompt and a chat, on a tiny model: random words, but the same ones each time."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvmem.cli.app import execute
+
+MODEL_ARGS = ("-c", "1024", "-t", "1", "--temp", "0", "-n", "6")
+
+
+def run(*args: str) -> int:
+    return execute(["run", *args])
+
+
+def test_one_prompt_in_each_way_it_can_be_given(
+    tiny_llama: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("who built the tower?")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("who built the tower?"))
+    replies = []
+    for way in (("-p", "who built the tower?"), ("-f", str(file)), ("-f", "-")):
+        assert run("-m", str(tiny_llama), *MODEL_ARGS, *way) == 0
+        captured = capsys.readouterr()
+        replies.append(captured.out)
+        assert captured.err.startswith("[")
+        assert "6 reply tokens" in captured.err
+    assert len(set(replies)) == 1
+    assert replies[0].endswith("\n") and len(replies[0]) > 1
+
+
+def test_json_holds_text_usage_and_memory(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("-m", str(tiny_llama), *MODEL_ARGS, "-p", "hi", "--json", "--system", "short") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["finish_reason"] == "length"
+    assert report["usage"]["completion_tokens"] == 6
+    assert report["kvmem"]["decision"] == "all_resident"
+
+
+def test_a_seed_repeats_a_reply(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replies = []
+    for seed in ("1", "1", "2"):
+        args = ("-c", "512", "-t", "1", "-n", "12", "--temp", "2", "--top-k", "0", "-s", seed)
+        assert run("-m", str(tiny_llama), *args, "-p", "hi") == 0
+        replies.append(capsys.readouterr().out)
+    assert replies[0] == replies[1] != replies[2]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_chat_reads_only_what_is_new(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal("who built the tower?\n\nwhen was it?\n"))
+    assert run("-m", str(tiny_llama), *MODEL_ARGS) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[")]
+    assert len(lines) == 2
+    prompt, read = (int(lines[1].split()[i].lstrip("[")) for i in (0, 3))
+    assert read < prompt
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (("-p", "x", "-f", "y"), "error: --file is y, but must be given without --prompt; "
+         "try kvmem run --help"),
+        (("-f", "/none"), "error: --file is /none, but must be a readable text file "
+         "([Errno 2] No such file or directory: '/none'); try kvmem run --help"),
+        (("-n", "-5", "-p", "x"), "error: -n is -5, but must be at least 0, or -1 for no limit; "
+         "try kvmem run --help"),
+        (("--temp", "-1", "-p", "x"), "error: --temp is -1.0, but must be at least 0; "
+         "try kvmem run --help"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], args: tuple[str, ...], line: str
+) -> None:
+    assert run("-m", "m.gguf", *args) == 2
+    assert capsys.readouterr().err == line + "\n"
+
+
+def test_a_prompt_that_is_too_long(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("-m", str(tiny_llama), "-c", "64", "-p", "word " * 100) == 1
+    assert "exceeds the available context size (64 tokens)" in capsys.readouterr().err
