@@ -17,8 +17,8 @@ from kvmem.server.backend import Backend, EngineBackend
 
 __all__ = ["serve"]
 
-# After a signal: what still runs is cancelled, which takes a batch.
-SHUTDOWN_S = 5
+# After a signal, what still runs has this long; then it is cancelled, which takes a batch.
+SHUTDOWN_S = 1
 
 
 @takes(EngineOptions, SamplingOptions, ServerOptions)
@@ -38,15 +38,17 @@ def serve(
         url = f"http://{_host_for_url(where.host)}:{listener.getsockname()[1]}"
 
         def load(progress: Callable[[float], object]) -> Backend:
-            backend = EngineBackend(config, progress=progress)
+            return EngineBackend(config, progress=progress)
+
+        def announce(backend: Backend) -> None:
+            assert isinstance(backend, EngineBackend)
             _announce(backend, config, url)
-            return backend
 
         def fail(error: BaseException) -> None:
             failures.append(error)
             runner.should_exit = True
 
-        app = create_app(load, where, defaults=defaults, on_failure=fail)
+        app = create_app(load, where, defaults=defaults, on_ready=announce, on_failure=fail)
         runner = uvicorn.Server(
             uvicorn.Config(
                 app,

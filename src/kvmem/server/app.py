@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvmem.chat.request import RequestDefaults
 from kvmem.config import ServerConfig
 from kvmem.errors import KvmemError
+from kvmem.server.backend import Backend
 from kvmem.server.errors import error_response, http_error_response
 from kvmem.server.routes import OPEN_PATHS, Api
 from kvmem.server.worker import EngineWorker, Load
@@ -31,14 +32,17 @@ def create_app(
     config: ServerConfig,
     *,
     defaults: RequestDefaults | None = None,
+    on_ready: Callable[[Backend], object] | None = None,
     on_failure: Callable[[BaseException], object] | None = None,
 ) -> Starlette:
     """The server around one backend, which is loaded when the application starts.
 
     config: alias must be set; host and port are the business of whoever runs the application.
-    on_failure: called (in another thread) if the backend cannot be loaded.
+    on_ready, on_failure: called in another thread, when the backend is loaded or cannot be.
     """
-    worker = EngineWorker(load, queue_limit=config.queue_limit, on_failure=on_failure)
+    worker = EngineWorker(
+        load, queue_limit=config.queue_limit, on_ready=on_ready, on_failure=on_failure
+    )
     api = Api(worker, config.alias or "kvmem", defaults or RequestDefaults())
 
     @asynccontextmanager

@@ -96,7 +96,8 @@ class EngineWorker:
     """Owns the backend: loads it, runs generations on it and closes it, all in one thread.
 
     load: makes the backend; gets a function that takes the progress, 0 to 1.
-    on_failure: called in the worker's thread when the backend cannot be loaded.
+    on_ready, on_failure: called in the worker's thread, when requests are served from now on, or
+        when the backend cannot be loaded.
     """
 
     def __init__(
@@ -104,10 +105,12 @@ class EngineWorker:
         load: Load,
         *,
         queue_limit: int = 64,
+        on_ready: Callable[[Backend], object] | None = None,
         on_failure: Callable[[BaseException], object] | None = None,
     ) -> None:
         self._load = load
         self._queue_limit = queue_limit
+        self._on_ready = on_ready
         self._on_failure = on_failure
         self._queue: queue.SimpleQueue[Generation | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -170,6 +173,8 @@ class EngineWorker:
             return
         self._backend = backend
         try:
+            if self._on_ready is not None:
+                self._on_ready(backend)
             while (generation := self._queue.get()) is not None:
                 with self._lock:
                     stopping = self._stopping

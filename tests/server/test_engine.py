@@ -1,0 +1,170 @@
+"""The server over the real engine and a tiny model: random words, but true counts."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_fake import until
+from starlette.testclient import TestClient
+
+from kvmem.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
+from kvmem.server.app import create_app
+from kvmem.server.backend import EngineBackend
+
+CHAT = "/v1/chat/completions"
+
+
+def words(n: int, seed: int = 0) -> str:
+    """About 4 n tokens of a byte-level tokenizer."""
+    return " ".join(f"w{(seed * 7919 + i * 31) % 997}" for i in range(n))
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def client_of(path: Path, **memory: Any) -> TestClient:
+    config = EngineConfig(
+        model=ModelConfig(path=path, n_threads=1),
+        memory=MemoryConfig(
+            **{"workspace_tokens": 4096, "budget_tokens": 512, "reserve_tokens": 64,
+               "block_tokens": 32, **memory}
+        ),
+    )  # fmt: skip
+    app = create_app(
+        lambda progress: EngineBackend(config, progress=progress), ServerConfig(alias="tiny")
+    )
+    return TestClient(app)
+
+
+@pytest.fixture(scope="module")
+def client(tiny_llama: Path) -> Iterator[TestClient]:
+    with client_of(tiny_llama) as client:
+        until(lambda: client.get("/health").status_code == 200)
+        yield client
+
+
+def chat(client: TestClient, *messages: dict[str, str], **fields: Any) -> dict[str, Any]:
+    body = {"messages": list(messages), "temperature": 0, "max_tokens": 8, "kvmem": True, **fields}
+    response = client.post(CHAT, json=body)
+    assert response.status_code == 200, response.text
+    result: dict[str, Any] = response.json()
+    return result
+
+
+def text_of(reply: dict[str, Any]) -> str:
+    text: str = reply["choices"][0]["message"]["content"]
+    return text
+
+
+def test_a_second_turn_reads_only_what_is_new(client: TestClient) -> None:
+    first = chat(client, user(words(100)), max_tokens=5)
+    assert first["usage"]["prompt_tokens"] > 300
+    assistant = {"role": "assistant", "content": text_of(first)}
+    second = chat(client, user(words(100)), assistant, user("and then?"))
+    usage, timings = second["usage"], second["timings"]
+    assert usage["prompt_cache_hit_tokens"] >= first["usage"]["prompt_tokens"] - 32
+    assert (
+        usage["prompt_cache_hit_tokens"] + usage["prompt_cache_miss_tokens"]
+        == usage["prompt_tokens"]
+    )
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_cache_hit_tokens"]
+    total = timings["cache_n"] + timings["prompt_n"] + timings["predicted_n"]
+    assert total == usage["total_tokens"]
+
+
+def test_stream_and_whole_reply_say_the_same(client: TestClient) -> None:
+    whole = chat(client, user("who built the tower?"), max_tokens=30)
+    response = client.post(
+        CHAT,
+        json={
+            "messages": [user("who built the tower?")],
+            "temperature": 0,
+            "max_tokens": 30,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+    )
+    lines = [line for line in response.text.split("\n\n") if line.startswith("data: {")]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == text_of(whole)
+    assert chunks[-2]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert chunks[-1]["usage"][name] == whole["usage"][name]
+
+
+def test_a_reply_longer_than_the_reserve_ends_by_max_tokens(client: TestClient) -> None:
+    """Case R01: reserve 64, a prompt beyond the budget, 300 tokens wanted."""
+    reply = chat(client, user(words(250, 1)), max_tokens=300, ignore_eos=True)
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["usage"]["completion_tokens"] == 300
+    assert reply["usage"]["prompt_tokens"] > 512
+    assert text_of(chat(client, user("hi"))) == text_of(chat(client, user("hi")))
+
+
+def test_an_uncached_turn_wider_than_the_budget(client: TestClient) -> None:
+    """Case R02, as plain user turns: it is read in pieces; repeats are hits with equal text."""
+    start = user(words(60, 2))
+    first = chat(client, start, max_tokens=4)
+    grown = (start, {"role": "assistant", "content": text_of(first)}, user(words(400, 3)))
+    replies = [chat(client, *grown) for _ in range(3)]
+    # the first reply saw the question read anew, the repeats find it in the history
+    assert text_of(replies[1]) == text_of(replies[2])
+    usage = replies[2]["usage"]
+    assert usage["prompt_tokens"] > 1024
+    assert usage["prompt_cache_hit_tokens"] > 0
+
+
+def test_the_memory_report_tells_what_was_chosen(client: TestClient) -> None:
+    report = chat(client, user(words(300, 4) + " what was the first word?"))["kvmem"]
+    assert report["scorer"] == "fused"
+    assert 0 < len(report["blocks"]) <= 512 // 32
+    assert report["blocks"] == sorted(report["blocks"])
+    assert report["n_blocks"] > len(report["blocks"])
+    assert report["device_bytes"] > 0 and report["host_bytes"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_only_the_model_can_refuse_is_a_400(client: TestClient, stream: bool) -> None:
+    body = {"messages": [user("hi")], "logit_bias": {"1000000": 1}, "stream": stream}
+    response = client.post(CHAT, json=body)
+    assert response.status_code == 400
+    assert "token 1000000 is not in the vocabulary" in response.json()["error"]["message"]
+
+
+def test_a_prompt_beyond_the_workspace_loses_nothing(client: TestClient) -> None:
+    chat(client, user(words(100, 5)))
+    response = client.post(CHAT, json={"messages": [user(words(2000))], "stream": True})
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (400, "exceed_context_size_error")
+    assert error["n_ctx"] == 4096 < error["n_prompt_tokens"]
+    again = chat(client, user(words(100, 5)))
+    assert again["usage"]["prompt_cache_miss_tokens"] <= 32
+
+
+def test_eight_clients_at_once_are_all_served(client: TestClient) -> None:
+    """Case R20 over HTTP: each reply equals that of a client that comes alone."""
+    prompts = [f"question {i} about the hill" for i in range(8)]
+    alone = [text_of(chat(client, user(prompt))) for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda prompt: text_of(chat(client, user(prompt))), prompts))
+    assert together == alone
+
+
+def test_models_tells_the_workspace(client: TestClient) -> None:
+    meta = client.get("/v1/models").json()["data"][0]["meta"]
+    assert meta["n_ctx"] == 4096
+    assert meta["n_ctx_train"] == 131072
+    assert meta["n_params"] > 0 and meta["size"] > 0 and meta["n_vocab"] > 256
+
+
+def test_a_stop_text_of_the_real_tokenizer(client: TestClient) -> None:
+    text = text_of(chat(client, user("tell me"), max_tokens=40, ignore_eos=True))
+    stop = text[5:7]
+    reply = chat(client, user("tell me"), max_tokens=40, ignore_eos=True, stop=[stop])
+    assert text_of(reply) == text[: text.index(stop)]
+    assert reply["choices"][0]["finish_reason"] == "stop"
