@@ -15,6 +15,41 @@ F32, F16, Q8_0 = 0, 1, 8
 
 NEOX = RopeSpec(n_dims=32, mode=2, freq_base=1e6)
 
+# One of each kind, for heads of 64.
+ROPE_SPECS: dict[str, RopeSpec | None] = {
+    "none": None,
+    "normal": RopeSpec(n_dims=64),
+    "neox": RopeSpec(n_dims=64, mode=2, freq_base=1e6),
+    "partial": RopeSpec(n_dims=32, mode=2, offset=16),
+    "partial normal": RopeSpec(n_dims=16, offset=48),
+    "linear scale": RopeSpec(n_dims=64, freq_scale=0.25),
+    "yarn": RopeSpec(
+        n_dims=64, mode=2, n_ctx_orig=4096, freq_scale=1 / 32, ext_factor=1.0, attn_factor=0.9
+    ),
+    "half yarn": RopeSpec(n_dims=64, n_ctx_orig=8192, freq_scale=0.5, ext_factor=0.5, beta_fast=16),
+    "factors": RopeSpec(n_dims=64, freq_base=5e5, freq_factors=tuple(1 + i / 4 for i in range(32))),
+    "mrope": RopeSpec(n_dims=64, mode=8, freq_base=1e6, sections=(8, 12, 12, 0)),
+    "mrope four": RopeSpec(n_dims=64, mode=8, sections=(6, 4, 4, 2)),
+    "imrope": RopeSpec(n_dims=64, mode=40, freq_base=5e6, sections=(12, 10, 10, 0)),
+    "imrope partial": RopeSpec(n_dims=32, mode=40, freq_base=1e7, sections=(6, 5, 5, 0)),
+    "imrope yarn": RopeSpec(
+        n_dims=64,
+        mode=40,
+        sections=(12, 10, 8, 2),
+        n_ctx_orig=32768,
+        freq_scale=0.25,
+        ext_factor=1.0,
+    ),
+}
+
+
+def image_positions(first: int) -> NDArray[np.int32]:
+    """Text, then a 3 x 4 image whose t repeats, then text: all four positions differ somewhere."""
+    rows = [(first + i, first + i, first + i, 0) for i in range(3)]
+    rows += [(first + 3, first + 3 + y, first + 3 + x, y * x) for y in range(3) for x in range(4)]
+    rows += [(first + 7 + i, first + 7 + i, first + 7 + i, 0) for i in range(2)]
+    return np.array(rows, np.int32)
+
 
 def quantize_q8_0(values: NDArray[np.float64]) -> NDArray[np.uint8]:
     """Groups of 32 as ggml's block_q8_0, a half scale and 32 int8: [..., 34 n / 32] bytes."""

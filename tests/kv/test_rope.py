@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles_retrieval import hadamard, rotate
+from synthetic_kv import ROPE_SPECS, image_positions
 
 from kvmem.errors import ConfigError
 from kvmem.kv.layout import RopeSpec
@@ -12,45 +13,11 @@ from kvmem.kv.rope import unrotate
 
 HEAD_DIM = 64
 
-SPECS = {
-    "none": None,
-    "normal": RopeSpec(n_dims=64),
-    "neox": RopeSpec(n_dims=64, mode=2, freq_base=1e6),
-    "partial": RopeSpec(n_dims=32, mode=2, offset=16),
-    "partial normal": RopeSpec(n_dims=16, offset=48),
-    "linear scale": RopeSpec(n_dims=64, freq_scale=0.25),
-    "yarn": RopeSpec(
-        n_dims=64, mode=2, n_ctx_orig=4096, freq_scale=1 / 32, ext_factor=1.0, attn_factor=0.9
-    ),
-    "half yarn": RopeSpec(n_dims=64, n_ctx_orig=8192, freq_scale=0.5, ext_factor=0.5, beta_fast=16),
-    "factors": RopeSpec(n_dims=64, freq_base=5e5, freq_factors=tuple(1 + i / 4 for i in range(32))),
-    "mrope": RopeSpec(n_dims=64, mode=8, freq_base=1e6, sections=(8, 12, 12, 0)),
-    "mrope four": RopeSpec(n_dims=64, mode=8, sections=(6, 4, 4, 2)),
-    "imrope": RopeSpec(n_dims=64, mode=40, freq_base=5e6, sections=(12, 10, 10, 0)),
-    "imrope partial": RopeSpec(n_dims=32, mode=40, freq_base=1e7, sections=(6, 5, 5, 0)),
-    "imrope yarn": RopeSpec(
-        n_dims=64,
-        mode=40,
-        sections=(12, 10, 8, 2),
-        n_ctx_orig=32768,
-        freq_scale=0.25,
-        ext_factor=1.0,
-    ),
-}
 
-
-def image_positions(first: int) -> np.ndarray:
-    """Text, then a 3 x 4 image whose t repeats, then text: all four positions differ somewhere."""
-    rows = [(first + i, first + i, first + i, 0) for i in range(3)]
-    rows += [(first + 3, first + 3 + y, first + 3 + x, y * x) for y in range(3) for x in range(4)]
-    rows += [(first + 7 + i, first + 7 + i, first + 7 + i, 0) for i in range(2)]
-    return np.array(rows, np.int32)
-
-
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", ROPE_SPECS)
 @pytest.mark.parametrize("first", [0, 4000, 199_980])
 def test_unrotation_returns_what_was_rotated(name: str, first: int) -> None:
-    spec = SPECS[name]
+    spec = ROPE_SPECS[name]
     pos = image_positions(first)
     before = np.random.default_rng(first).standard_normal((len(pos), 3, HEAD_DIM))
     rows = rotate(before, pos, spec).astype(np.float32)
@@ -62,7 +29,7 @@ def test_unrotation_returns_what_was_rotated(name: str, first: int) -> None:
 @pytest.mark.parametrize("name", ["neox", "imrope", "none"])
 @pytest.mark.parametrize("size", [1, 16, 64])
 def test_hadamard_is_undone_before_the_rotation(name: str, size: int) -> None:
-    spec = SPECS[name]
+    spec = ROPE_SPECS[name]
     pos = image_positions(777)
     before = np.random.default_rng(1).standard_normal((len(pos), 2, HEAD_DIM))
     rows = hadamard(rotate(before, pos, spec), size).astype(np.float32)
@@ -70,12 +37,12 @@ def test_hadamard_is_undone_before_the_rotation(name: str, size: int) -> None:
     assert np.abs(rows - before).max() < 3e-6
 
 
-@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec is not None])
+@pytest.mark.parametrize("name", [name for name, spec in ROPE_SPECS.items() if spec is not None])
 def test_a_rotation_really_happens(name: str) -> None:
     pos = image_positions(1000)
     before = np.ones((len(pos), 1, HEAD_DIM), np.float32)
     rows = before.copy()
-    unrotate(rows, pos, SPECS[name])
+    unrotate(rows, pos, ROPE_SPECS[name])
     assert np.abs(rows - before).max() > 0.1
 
 
