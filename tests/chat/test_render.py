@@ -116,6 +116,15 @@ def test_a_template_that_drops_messages_still_shows_the_question(vocab: Vocab) -
     assert len(prompt.spans) == 1
 
 
+def test_a_template_with_another_order(vocab: Vocab) -> None:
+    source = "{%- for m in messages[::-1] %}({{ m.role }}: {{ m.content }}){%- endfor %}"
+    messages = [{"role": "system", "content": "brief"}, user("one"), user("two")]
+    prompt = render(vocab, source, messages)
+    assert text_of(vocab, prompt, prompt.query_span) == "two"
+    shown = [(s.role, text_of(vocab, prompt, s.span)) for s in prompt.spans]
+    assert shown == [("user", "two"), ("user", "one"), ("system", "brief")]
+
+
 @pytest.mark.parametrize(
     ("source", "messages", "reason"),
     [

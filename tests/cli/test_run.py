@@ -78,6 +78,9 @@ def test_a_chat_reads_only_what_is_new(
          "try kvmem run --help"),
         (("-f", "/none"), "error: --file is /none, but must be a readable text file "
          "([Errno 2] No such file or directory: '/none'); try kvmem run --help"),
+        (("-p", " "), "error: --prompt is empty, but must be some text; try kvmem run --help"),
+        (("--seed", "-2", "-p", "x"), "error: --seed is -2, but must be from 0 to 4294967295, or "
+         "-1 for a random one; try kvmem run --help"),
         (("-n", "-5", "-p", "x"), "error: -n is -5, but must be at least 0, or -1 for no limit; "
          "try kvmem run --help"),
         (("--temp", "-1", "-p", "x"), "error: --temp is -1.0, but must be at least 0; "

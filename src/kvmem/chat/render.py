@@ -5,6 +5,7 @@ What stands between the marks is what the template makes of a content; what stan
 template's own. Both must join to the first text again, or no span is claimed.
 """
 
+import re
 import secrets
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 from kvmem.chat.messages import Message
 from kvmem.chat.request import ChatRequest
 from kvmem.engine.prompt import Prompt, RoleSpan, Span
+from kvmem.errors import RequestError
 
 __all__ = ["ChatRenderer", "RenderedChat"]
 
@@ -116,28 +118,33 @@ class ChatRenderer:
             messages[i] = _marked(messages[i], f"[{nonce}:{i}:", f":{i}:{nonce}]")
         try:
             marked: str = self._template.render(_template_fields(request, messages))["prompt"]
-        except Exception:  # the first rendering passed; a template may well refuse the marks
+        except RequestError:  # the first rendering passed; a template may well refuse the marks
+            return []
+        mark = re.compile(rf"\[{nonce}:(\d+):|:(\d+):{nonce}\]")
+        order = [int(begin or end) for begin, end in mark.findall(marked)]
+        if len(order) != 2 * len(chosen) or order[::2] != order[1::2]:
+            return []
+        # template's text, content, template's text, ..., content, template's text
+        parts = mark.sub(f"[{nonce}]", marked).split(f"[{nonce}]")
+        if len(parts) != len(order) + 1:
             return []
         contents: list[_Content] = []
         cursor = 0  # characters of text
         offset = 0  # bytes of text
-        rest = marked
-        for i in chosen:
-            before, found, rest = rest.partition(f"[{nonce}:{i}:")
-            inside, closed, rest = rest.partition(f":{i}:{nonce}]")
-            if not found or not closed or not text.startswith(before, cursor):
+        for k, i in enumerate(order[::2]):
+            before, inside, after = parts[2 * k : 2 * k + 3]
+            if not text.startswith(before, cursor):
                 return []
             cursor += len(before)
             offset += len(before.encode())
-            following = rest.partition(f"[{nonce}:")[0]
-            shown = _as_shown(text, cursor, inside, following)
+            shown = _as_shown(text, cursor, inside, after)
             if shown is None:
                 return []
             stop = offset + len(shown.encode())
             contents.append(_Content(i, offset, stop))
             cursor += len(shown)
             offset = stop
-        return contents if text[cursor:] == rest else []
+        return contents if text[cursor:] == parts[-1] else []
 
     def _piece_ends(self, text: str, tokens: list[int]) -> list[int] | None:
         """Byte offset in the text where each token ends; None if the pieces do not join to it.
@@ -185,10 +192,10 @@ def _marked(message: Message, begin: str, end: str) -> Message:
     return message.with_parts(tuple(parts))
 
 
-def _as_shown(text: str, cursor: int, inside: str, following: str) -> str | None:
+def _as_shown(text: str, cursor: int, inside: str, after: str) -> str | None:
     """The content as it stands in the unmarked text: templates may trim what marks protect."""
     for shown in (inside, inside.strip(), inside.rstrip(), inside.lstrip()):
-        if text.startswith(shown + following, cursor):
+        if text.startswith(shown + after, cursor):
             return shown
     return None
 

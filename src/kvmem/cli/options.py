@@ -227,7 +227,7 @@ class SamplingOptions:
     temperature: Annotated[
         float | None,
         _llama("--temp", "--temperature", env="TEMPERATURE", panel=SAMPLING_PANEL,
-               help="0 is greedy. Left out, as the five below: llama.cpp's default."),
+               help="0 is greedy. Left out, as those below: llama.cpp's default."),
     ] = None  # fmt: skip
     top_k: Annotated[
         int | None, _llama("--top-k", env="TOP_K", panel=SAMPLING_PANEL, help="0 turns it off.")
@@ -274,6 +274,8 @@ class SamplingOptions:
                 raise ConfigError(name, value, f"at least {least:g}")
         if self.repeat_penalty is not None and not self.repeat_penalty > 0:
             raise ConfigError("repeat_penalty", self.repeat_penalty, "above 0")
+        if self.seed is not None and not -1 <= self.seed < 1 << 32:
+            raise ConfigError("seed", self.seed, "from 0 to 4294967295, or -1 for a random one")
         if self.n_predict < -1:
             raise ConfigError("n_predict", self.n_predict, "at least 0, or -1 for no limit")
         return RequestDefaults(

@@ -83,6 +83,8 @@ def run(
     text = _prompt_of(prompt, file)
     if text is None and as_json:
         raise ConfigError("json", "given", "used with a prompt")
+    if text is not None and not text.strip():
+        raise ConfigError("prompt", "empty", "some text")
     backend = EngineBackend(config)
     try:
         chat = Chat(backend, defaults, system=system)
