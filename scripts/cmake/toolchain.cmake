@@ -29,3 +29,6 @@ foreach(folder "${CMAKE_CURRENT_SOURCE_DIR}=." "${CMAKE_CURRENT_BINARY_DIR}=./bu
         "$<$<COMPILE_LANGUAGE:C,CXX>:-ffile-prefix-map=${folder}>"
         "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffile-prefix-map=${folder}>")
 endforeach()
+
+# Some compilers link libstdc++ as an archive. A copy that a module exported would be mixed with the copies of the others.
+add_link_options("LINKER:--exclude-libs,libstdc++.a")
