@@ -1,0 +1,1 @@
+"""What `kvmem bench` and `kvmem demo` run: seeded histories, quality and speed."""

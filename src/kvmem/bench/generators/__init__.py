@@ -1,0 +1,1 @@
+"""Text generators: each module makes histories of one style."""

@@ -1,0 +1,216 @@
+"""Seeded histories with planted facts, made without downloads and measured in tokens.
+
+A prompt is a chat of a given number of tokens in which some facts are stated once, at known
+places. Each question comes with its gold span: the tokens that state the fact.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvmem.bench.generators.base import Fact, Generator, Turn
+
+CLEAR_HEAD: Final = 0.05
+"""Share of the history at its start that holds no fact, so that the sink never holds one."""
+CLEAR_TAIL_TOKENS: Final = 288
+"""Tokens at the end of the history that hold no fact, so that the recent part never does."""
+
+
+class Tokenizer(Protocol):
+    """The part of a vocabulary that a workload needs."""
+
+    def tokenize(self, text: str, *, parse_special: bool = True) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Half-open token range of the history."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One question to ask after the history.
+
+    text: the question in words; tokens: the whole user turn and the start of the answer's turn.
+    prefix: tokens of the forced start of the answer; value: tokens of the answer itself.
+    gold: the spans of the history that state the answer.
+    shares_word: whether the question repeats a rare word of the statement.
+    """
+
+    kind: str
+    text: str
+    value_text: str
+    tokens: tuple[int, ...]
+    prefix: tuple[int, ...]
+    value: tuple[int, ...]
+    gold: tuple[Span, ...]
+    shares_word: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One history and its questions. The history is the same for equal arguments."""
+
+    generator: str
+    seed: int
+    history: tuple[int, ...]
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSpec:
+    """What to generate: `n_tokens` of history, `n_facts` facts, look-alikes for each fact.
+
+    plain: facts of the kinds that a small model answers well, asked in their own words.
+    """
+
+    n_tokens: int = 3072
+    n_facts: int = 6
+    n_lookalikes: int = 2
+    plain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """How a chat is written: what stands before and after a message."""
+
+    opened: str
+    closed: str
+
+    def open(self, role: str) -> str:
+        return self.opened.format(role=role)
+
+
+CHATML: Final = Frame("<|im_start|>{role}\n", "<|im_end|>\n")
+PLAIN: Final = Frame("### {role}:\n", "\n\n")
+
+
+def frame_for(tokenizer: Tokenizer) -> Frame:
+    """ChatML if the vocabulary has its marks as tokens, headings otherwise."""
+    return CHATML if len(tokenizer.tokenize("<|im_start|>", parse_special=True)) == 1 else PLAIN
+
+
+def make_prompts(
+    generator: Generator, tokenizer: Tokenizer, spec: WorkloadSpec, seeds: Sequence[int]
+) -> list[Prompt]:
+    """One prompt for each seed."""
+    return [make_prompt(generator, tokenizer, spec, seed) for seed in seeds]
+
+
+def make_prompt(
+    generator: Generator, tokenizer: Tokenizer, spec: WorkloadSpec, seed: int
+) -> Prompt:
+    """A history of exactly `spec.n_tokens` tokens and one question for each fact."""
+    rng = random.Random(f"{generator.name}/{seed}")
+    if spec.plain:
+        facts = generator.plain_facts(rng, spec.n_facts)
+    else:
+        facts = generator.facts(rng, spec.n_facts, n_lookalikes=spec.n_lookalikes)
+    writer = _Writer(tokenizer, frame_for(tokenizer), spec.n_tokens)
+    plan = _plan(rng, facts, spec.n_tokens)
+    spans = writer.write(generator, rng, plan)
+    frame = writer.frame
+    questions = tuple(
+        _question(tokenizer, frame, fact, spans[index]) for index, fact in enumerate(facts)
+    )
+    return Prompt(
+        generator=generator.name,
+        seed=seed,
+        history=tuple(writer.tokens[: spec.n_tokens]),
+        questions=questions,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Planted:
+    """A statement and the token index after which it is written. fact: -1 for a look-alike."""
+
+    at_tokens: int
+    statement: str
+    fact: int
+
+
+def _plan(rng: random.Random, facts: Sequence[Fact], n_tokens: int) -> list[_Planted]:
+    """Spread facts over strata of the history and look-alikes anywhere, in order of place."""
+    first = int(n_tokens * CLEAR_HEAD)
+    last = n_tokens - CLEAR_TAIL_TOKENS
+    if last - first < 48 * len(facts):
+        raise ValueError(f"{n_tokens} tokens are too few for {len(facts)} facts")
+    width = (last - first) / len(facts)
+    order = list(range(len(facts)))
+    rng.shuffle(order)
+    planted = [
+        _Planted(int(first + width * (stratum + 0.8 * rng.random())), facts[index].statement, index)
+        for stratum, index in enumerate(order)
+    ]
+    for fact, place in [(facts[p.fact], p) for p in planted]:
+        for statement in fact.lookalikes:
+            # An old value has to come before its correction.
+            stop = place.at_tokens if fact.kind == "updated" else last
+            planted.append(_Planted(rng.randrange(first // 2, stop), statement, -1))
+    return sorted(planted, key=lambda item: item.at_tokens)
+
+
+class _Writer:
+    """Writes turns until the history is long enough; remembers where facts stand."""
+
+    def __init__(self, tokenizer: Tokenizer, frame: Frame, n_tokens: int) -> None:
+        self.frame = frame
+        self.tokens: list[int] = []
+        self._tokenizer = tokenizer
+        self._n_tokens = n_tokens
+
+    def write(
+        self, generator: Generator, rng: random.Random, plan: list[_Planted]
+    ) -> dict[int, Span]:
+        """Returns the span of each fact by its index."""
+        spans: dict[int, Span] = {}
+        waiting = list(plan)
+        closing = self._ids(self.frame.closed)
+        self._turn(Turn("system", (generator.opening(),)), waiting=[], spans=spans)
+        while len(self.tokens) < self._n_tokens:
+            for turn in generator.turns(rng):
+                self._turn(turn, waiting=waiting, spans=spans)
+        if waiting:
+            raise ValueError(f"{len(waiting)} statements found no place in the history")
+        # Cut inside the last filler and close its turn, so that the length is exact.
+        self.tokens[self._n_tokens - len(closing) :] = closing
+        return spans
+
+    def _turn(self, turn: Turn, *, waiting: list[_Planted], spans: dict[int, Span]) -> None:
+        self._add(self.frame.open(turn.role))
+        for piece in turn.pieces:
+            self._add(piece)
+            # Only user turns state facts; one statement between two pieces of filler.
+            if turn.role == "user" and waiting and waiting[0].at_tokens <= len(self.tokens):
+                planted = waiting.pop(0)
+                start = len(self.tokens)
+                self._add(planted.statement + "\n")
+                if planted.fact >= 0:
+                    spans[planted.fact] = Span(start, len(self.tokens))
+        self._add(self.frame.closed)
+
+    def _add(self, text: str) -> None:
+        self.tokens.extend(self._ids(text))
+
+    def _ids(self, text: str) -> list[int]:
+        return [int(token) for token in self._tokenizer.tokenize(text, parse_special=True)]
+
+
+def _question(tokenizer: Tokenizer, frame: Frame, fact: Fact, gold: Span) -> Question:
+    text = fact.paraphrase or fact.question
+    asked = f"{frame.open('user')}{text}{frame.closed}{frame.open('assistant')}"
+    return Question(
+        kind=fact.kind,
+        text=text,
+        value_text=fact.value,
+        tokens=tuple(tokenizer.tokenize(asked, parse_special=True)),
+        prefix=tuple(tokenizer.tokenize(fact.prefix, parse_special=False)),
+        value=tuple(tokenizer.tokenize(" " + fact.value, parse_special=False)),
+        gold=(gold,),
+        shares_word=not fact.paraphrase,
+    )
