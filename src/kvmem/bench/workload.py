@@ -73,6 +73,13 @@ class WorkloadSpec:
     n_lookalikes: int = 2
     plain: bool = False
 
+    def __post_init__(self) -> None:
+        # The generators' lists of names last for nine facts with two look-alikes each.
+        if not 1 <= self.n_facts <= 9:
+            raise ValueError(f"n_facts is {self.n_facts}, but must be from 1 to 9")
+        if not 0 <= self.n_lookalikes <= 2:
+            raise ValueError(f"n_lookalikes is {self.n_lookalikes}, but must be 0, 1 or 2")
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:

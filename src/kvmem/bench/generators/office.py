@@ -1,0 +1,193 @@
+"""Generator B: tickets, minutes, mails and configuration of an office. For calibration.
+
+It shares no sentence, name or form of question with generator A, so that what is fitted on one
+can be tested on the other.
+"""
+
+import random
+from collections.abc import Callable
+
+from kvmem.bench.generators.base import Fact, Turn, digits, draw
+
+PROJECTS = (
+    "Basalt", "Hummingbird", "Papyrus", "Tundra", "Zephyr", "Monsoon", "Gondola", "Larkspur",
+    "Obsidian", "Pinecone", "Sextant", "Trellis",
+)  # fmt: skip
+CUSTOMERS = (
+    "Brightwater Dairy", "Kestrel Optics", "Polar Textiles", "Union Bakers", "Vantage Rail",
+    "Acorn Insurance", "Delta Ceramics", "Foxglove Press", "Mosaic Travel", "Quill Stationers",
+)  # fmt: skip
+STAFF = (
+    "Priya", "Mateus", "Yuki", "Dorothea", "Kwame", "Annika", "Rafael", "Siobhan", "Tariq",
+    "Wanda", "Emil", "Noor", "Gideon", "Lucia",
+)  # fmt: skip
+TOPICS = (
+    "the new scanner", "parking permits", "the release notes", "travel expenses", "the help desk",
+    "two broken monitors", "the onboarding page", "backup tapes", "the fire drill", "old invoices",
+)  # fmt: skip
+VERDICTS = (
+    "was moved to next week", "needs a second opinion", "is blocked by the vendor",
+    "can be closed", "was discussed at length without result", "looks better than last month",
+    "should be split in two", "went to the wrong department",
+)  # fmt: skip
+HOSTS = ("atlas", "bison", "coral", "dingo", "ember", "finch", "grove", "heron", "ibis", "jackal")
+TABLES = ("orders", "invoices", "shipments", "tickets", "contacts", "refunds")
+COLUMNS = ("created_at", "status", "amount", "owner_id", "region", "priority")
+STATES = ("open", "waiting", "resolved", "reopened")
+CITIES = ("Rotterdam", "Porto", "Gdansk", "Bergen", "Trieste", "Malmo", "Cork", "Split")
+FLOORS = ("ground", "second", "third", "fourth", "fifth", "sixth")
+REPLIES = (
+    "Filed.", "Added to the summary.", "All right, I have that.", "Received and sorted.",
+    "Okay. Send the next one when you are ready.",
+)  # fmt: skip
+
+Asked = tuple[str, str, str, str]
+"""Statement, question, answer up to the value, kind; each with {x} for the thing, {v} for value."""
+
+FORMS: tuple[tuple[Asked, tuple[str, ...], Callable[[random.Random], str]], ...] = (
+    (
+        ("Ticket note: invoice total for {x} came to {v} euros.",
+         "How many euros was the invoice total for {x}?",
+         "The invoice total for {x} was", "amount"),
+        CUSTOMERS, lambda rng: digits(rng, 4),
+    ),
+    (
+        ("{x} ships from the depot in {v}.",
+         "Which city does {x} ship from?",
+         "{x} ships from", "city"),
+        CUSTOMERS, lambda rng: rng.choice(CITIES),
+    ),
+    (
+        ("Root password of host {x} was rotated, it starts with {v} now.",
+         "What does the root password of host {x} start with?",
+         "The root password of host {x} starts with", "secret"),
+        HOSTS, lambda rng: "".join(rng.choices("bcdfghjkmnpqrstvwxz", k=4)),
+    ),
+    (
+        ("Project {x} reports to {v} from now on.",
+         "Whom does project {x} report to?",
+         "Project {x} reports to", "owner"),
+        PROJECTS, lambda rng: rng.choice(STAFF),
+    ),
+    (
+        ("deploy.{x}.replicas: {v}",
+         "How many replicas does deploy.{x} have?",
+         "deploy.{x} has", "config"),
+        HOSTS, lambda rng: digits(rng, 2),
+    ),
+    (
+        ("<result job=\"{x}\" exit=\"0\" rows=\"{v}\"/>",
+         "How many rows did job {x} give?",
+         "Job {x} gave", "tool"),
+        PROJECTS, lambda rng: digits(rng, 4),
+    ),
+)  # fmt: skip
+
+PARAPHRASED = (
+    ("Mum's violin lesson starts at {v} o'clock.", "At what hour is mother taught her instrument?",
+     "She is taught at", ("three", "four", "five", "seven", "eight")),
+    ("The plumber left the bill under the {v}.", "Where is the sheet saying what we owe for the "
+     "pipes?", "It is under the", ("teapot", "doormat", "typewriter", "flowerpot", "radio")),
+    ("Our neighbour bought a {v} for the kids.", "Which pet do the children next door have?",
+     "They have a", ("hamster", "parrot", "tortoise", "rabbit", "pony")),
+    ("She is allergic to {v}.", "What food makes that woman ill?",
+     "She gets ill from", ("peanuts", "shellfish", "strawberries", "sesame", "celery")),
+    ("Uncle moved to {v} after retiring.", "In which town does the old relative live?",
+     "He lives in", CITIES),
+)  # fmt: skip
+
+
+class Office:
+    """Tickets, meeting minutes, mails, table dumps and YAML."""
+
+    name = "office"
+
+    def opening(self) -> str:
+        return "Office assistant. Keep track of everything that is sent and reply in one line."
+
+    def facts(self, rng: random.Random, n: int, *, n_lookalikes: int) -> list[Fact]:
+        forms = rng.sample(FORMS, len(FORMS))
+        things = {names: draw(rng, names, len(names)) for _, names, _ in FORMS}
+        n_paraphrased = n // 3
+        facts = []
+        for index in range(n - n_paraphrased):
+            form, names, value = forms[index % len(forms)]
+            subjects = [things[names].pop() for _ in range(1 + n_lookalikes)]
+            facts.append(_asked(form, subjects, [value(rng) for _ in subjects]))
+        for statement, question, prefix, values in rng.sample(PARAPHRASED, n_paraphrased):
+            chosen = rng.choice(values)
+            facts.append(
+                Fact(
+                    kind="paraphrase",
+                    statement=statement.format(v=chosen),
+                    question=question,
+                    paraphrase=question,
+                    prefix=prefix,
+                    value=chosen,
+                )
+            )
+        rng.shuffle(facts)
+        return facts
+
+    def plain_facts(self, rng: random.Random, n: int) -> list[Fact]:
+        return self.facts(rng, n, n_lookalikes=0)
+
+    def turns(self, rng: random.Random) -> list[Turn]:
+        kind = rng.choices((_minutes, _mail, _ticket, _table, _yaml), weights=(3, 3, 2, 2, 1))[0]
+        return [Turn("user", kind(rng)), Turn("assistant", (rng.choice(REPLIES),))]
+
+
+def _asked(form: Asked, subjects: list[str], values: list[str]) -> Fact:
+    """The first subject is asked for; the others give the look-alikes."""
+    statement, question, prefix, kind = form
+    return Fact(
+        kind=kind,
+        statement=statement.format(x=subjects[0], v=values[0]),
+        question=question.format(x=subjects[0]),
+        prefix=prefix.format(x=subjects[0]),
+        value=values[0],
+        lookalikes=tuple(
+            statement.format(x=x, v=v) for x, v in zip(subjects[1:], values[1:], strict=True)
+        ),
+    )
+
+
+def _minutes(rng: random.Random) -> tuple[str, ...]:
+    lines = [f"Minutes, week {rng.randrange(1, 53)}, present: {', '.join(draw(rng, STAFF, 3))}\n"]
+    for number in range(1, rng.randrange(4, 8)):
+        lines.append(f"{number}. {rng.choice(TOPICS).capitalize()} {rng.choice(VERDICTS)}.\n")
+    return tuple(lines)
+
+
+def _mail(rng: random.Random) -> tuple[str, ...]:
+    sender, reader = draw(rng, STAFF, 2)
+    return (
+        f"From: {sender}\nTo: {reader}\nSubject: {rng.choice(TOPICS)}\n",
+        f"Hi {reader}, a short word on {rng.choice(TOPICS)}: it {rng.choice(VERDICTS)}.\n",
+        f"I heard that {rng.choice(TOPICS)} {rng.choice(VERDICTS)}, which surprised me.\n",
+        f"Could you ask {rng.choice(STAFF)} on the {rng.choice(FLOORS)} floor? Thanks, {sender}\n",
+    )
+
+
+def _ticket(rng: random.Random) -> tuple[str, ...]:
+    lines = [f"#{rng.randrange(1000, 9999)} [{rng.choice(STATES)}] {rng.choice(TOPICS)}\n"]
+    for _ in range(rng.randrange(2, 5)):
+        day, hour = rng.randrange(1, 29), rng.randrange(8, 18)
+        lines.append(f"  {day:02d}/{hour:02d}h {rng.choice(STAFF)}: {rng.choice(VERDICTS)}\n")
+    return tuple(lines)
+
+
+def _table(rng: random.Random) -> tuple[str, ...]:
+    columns = draw(rng, COLUMNS, 3)
+    lines = [f"SELECT {', '.join(columns)} FROM {rng.choice(TABLES)} LIMIT 6;\n"]
+    for _ in range(rng.randrange(3, 7)):
+        cells = (str(rng.randrange(1, 5000)), rng.choice(STATES), rng.choice(STAFF).lower())
+        lines.append(" | ".join(cells) + "\n")
+    return tuple(lines)
+
+
+def _yaml(rng: random.Random) -> tuple[str, ...]:
+    lines = [f"{rng.choice(TABLES)}_worker:\n"]
+    for key in draw(rng, ("timeout", "retries", "memory_mb", "queue", "log_level", "shards"), 4):
+        lines.append(f"  {key}: {rng.randrange(1, 900)}\n")
+    return tuple(lines)

@@ -1,0 +1,101 @@
+"""The measures of recall, each a small pure function, and the interval of a mean.
+
+Sources: gold-token recall, KLE and the rank of the best gold block are defined in
+docs/benchmarks.md; the percentile bootstrap over clusters is Efron and Tibshirani, An
+Introduction to the Bootstrap (1993), chapter 13, with prompts as the units that are drawn.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvmem.bench.workload import Span
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+
+
+class Interval(NamedTuple):
+    """A mean and the ends of its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def gold_tokens(gold: Sequence[Span]) -> NDArray[np.int64]:
+    """Token indexes of all gold spans, ascending and unique."""
+    return np.unique(np.concatenate([np.arange(span.start, span.stop) for span in gold]))
+
+
+def gold_blocks(gold: Sequence[Span], block_tokens: int) -> NDArray[np.int64]:
+    """Blocks that hold at least one gold token."""
+    return np.unique(gold_tokens(gold) // block_tokens)
+
+
+def gold_recall(selection: ArrayLike, gold: Sequence[Span], block_tokens: int) -> float:
+    """Share of the gold tokens that lie in the selected blocks."""
+    return float(np.isin(gold_tokens(gold) // block_tokens, np.asarray(selection)).mean())
+
+
+def gold_rank(scores: F32, gold: Sequence[Span], block_tokens: int) -> int:
+    """Rank of the best gold block, 1 for the highest score; ties count against it."""
+    is_gold = np.isin(np.arange(len(scores)), gold_blocks(gold, block_tokens))
+    return int((scores[~is_gold] >= scores[is_gold].max()).sum() + 1)
+
+
+def log_softmax(logits: F32) -> F64:
+    """f64 [n_rows, n_vocab], each row a log distribution."""
+    rows = logits.astype(np.float64)
+    rows -= rows.max(axis=1, keepdims=True)
+    rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))
+    return rows
+
+
+def kl_divergence(reference: F32, logits: F32) -> float:
+    """Mean over rows of KL(reference || logits), in nats. Both f32 [n_rows, n_vocab]."""
+    expected, found = log_softmax(reference), log_softmax(logits)
+    return float((np.exp(expected) * (expected - found)).sum(axis=1).mean())
+
+
+def top1_agreement(reference: F32, logits: F32) -> float:
+    """Share of rows in which both have the same most probable token."""
+    return float((reference.argmax(axis=1) == logits.argmax(axis=1)).mean())
+
+
+def says_value(logits: F32, value: Sequence[int]) -> bool:
+    """Whether each of the last rows has the value's token on top: what greedy decoding says."""
+    return bool((logits[-len(value) :].argmax(axis=1) == np.asarray(value)).all())
+
+
+def kle(kl: float, kl_recency: float, kl_gold: float) -> float:
+    """KL efficiency: 0 for recency, 1 for the gold blocks; NaN where they do not differ."""
+    span = kl_recency - kl_gold
+    return (kl_recency - kl) / span if abs(span) > 1e-9 else float("nan")
+
+
+def bootstrap(
+    values: Sequence[float],
+    clusters: Sequence[int],
+    *,
+    statistic: Callable[[F64], float] = lambda sample: float(sample.mean()),
+    n_resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
+    """Statistic of `values` and its 95 % interval when whole clusters (prompts) are drawn.
+
+    values, clusters: one entry a question, the cluster says which prompt it belongs to.
+    """
+    data, labels = np.asarray(values, np.float64), np.asarray(clusters)
+    if len(data) == 0:
+        return Interval(float("nan"), float("nan"), float("nan"))
+    groups = [data[labels == label] for label in np.unique(labels)]
+    rng = np.random.default_rng(seed)
+    found = [
+        statistic(np.concatenate([groups[i] for i in rng.integers(len(groups), size=len(groups))]))
+        for _ in range(n_resamples)
+    ]
+    low, high = np.percentile(found, (2.5, 97.5))
+    return Interval(statistic(data), float(low), float(high))

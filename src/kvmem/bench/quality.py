@@ -1,0 +1,216 @@
+"""`kvmem bench recall`: does the right part of the history come back, and is the answer as good?
+
+For each prompt the history is read once. For each question every policy chooses blocks; the
+answer turn (question, forced start, value) is then decoded over exactly those blocks and compared
+with full attention over the same stored K and V.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmem.bench import metrics
+from kvmem.bench.history import Blocks, HistoryUnderTest
+from kvmem.bench.workload import Prompt, Question
+
+F32 = NDArray[np.float32]
+Report = Callable[[str, int, int], None]
+QueryKind = Literal["first", "ideal", "none"]
+
+GOLD: Final = "gold"
+FULL: Final = "full"
+STOCK: Final = "stock"
+FREE_TOKENS: Final = 24
+"""Length of a free greedy answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A way to choose blocks.
+
+    query: `first` sees what is resident when the question arrives (sink and newest), as a server
+    does; `ideal` sees the whole history, which no bounded pool can; `none` reads no query rows.
+    """
+
+    scorer: str
+    query: QueryKind
+
+    @property
+    def name(self) -> str:
+        return self.scorer if self.query == "none" else f"{self.scorer} @{self.query}"
+
+
+POLICIES: Final = (
+    *(Policy(scorer, "first") for scorer in ("fused", "heads", "mass", "cosine")),
+    *(Policy(scorer, "ideal") for scorer in ("fused", "heads", "mass", "cosine")),
+    Policy("lexical", "none"),
+    Policy("recency", "none"),
+)
+"""All scorers; the references (gold, full, stock) are always measured beside them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One question under one policy. What cannot be measured is NaN.
+
+    selected_blocks: blocks that were visible; gold_recall and gold_rank as in metrics.
+    kl_nats, top1: the answer turn against full attention over the same K and V.
+    forced: the value was on top at each step after the forced start; free: the value stands in a
+    greedy answer without it, None when it was not tried.
+    """
+
+    generator: str
+    seed: int
+    kind: str
+    shares_word: bool
+    policy: str
+    selected_blocks: int
+    gold_recall: float
+    gold_rank: float
+    kl_nats: float
+    top1: float
+    forced: bool
+    free: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Logits of the answer turn and, if asked for, the free answer."""
+
+    logits: F32
+    text: str | None
+
+
+def measure(
+    prompts: Sequence[Prompt],
+    open_history: Callable[[Prompt], HistoryUnderTest],
+    open_stock: Callable[[Prompt], HistoryUnderTest] | None,
+    *,
+    policies: Sequence[Policy] = POLICIES,
+    shuffle: bool = False,
+    free: bool = False,
+    report: Report = lambda what, done, total: None,
+) -> Iterator[Record]:
+    """Records of all questions under all policies and references, prompt by prompt.
+
+    shuffle: hand every block the score of another one. A tool that still finds the facts would
+    be measuring something else than the scores.
+    """
+    n_questions = sum(len(prompt.questions) for prompt in prompts)
+    done = 0
+    for prompt in prompts:
+        report("questions", done, n_questions)
+        history = open_history(prompt)
+        stock = open_stock(prompt) if open_stock else None
+        for question in prompt.questions:
+            bench = _QuestionBench(prompt, question, history, stock, shuffle=shuffle, free=free)
+            yield from bench.records(policies)
+            done += 1
+            report("questions", done, n_questions)
+
+
+class _QuestionBench:
+    """All policies on one question."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        question: Question,
+        history: HistoryUnderTest,
+        stock: HistoryUnderTest | None,
+        *,
+        shuffle: bool,
+        free: bool,
+    ) -> None:
+        self._prompt = prompt
+        self._question = question
+        self._history = history
+        self._stock = stock
+        self._free = free
+        self._order: NDArray[np.int64] | None = None
+        if shuffle:
+            rng = np.random.default_rng([prompt.seed, question.gold[0].start])
+            self._order = rng.permutation(history.n_blocks)
+
+    def records(self, policies: Sequence[Policy]) -> Iterator[Record]:
+        """The references first: all else is compared with full attention over the same K, V."""
+        history = self._history
+        queries = self._queries(policies)
+        every = np.arange(history.n_blocks, dtype=np.int32)
+        full = self._answer(history, None)
+        yield self._record(FULL, every, full, full, scores=None)
+        if self._stock is not None:
+            stock = self._answer(self._stock, None)
+            yield self._record(STOCK, every, stock, full, scores=None)
+        gold = self._gold_selection()
+        yield self._record(GOLD, gold, self._answer(history, gold), full, scores=None)
+        for policy in policies:
+            scores = history.score(queries.get(policy.query), policy.scorer)
+            if self._order is not None:
+                scores = scores[self._order]
+            selection = history.select(scores)
+            outcome = self._answer(history, selection)
+            yield self._record(policy.name, selection, outcome, full, scores=scores)
+
+    def _queries(self, policies: Sequence[Policy]) -> dict[str, object]:
+        """The queries that the policies need. `none` still carries the question's token ids."""
+        wanted = {policy.query for policy in policies}
+        queries: dict[str, object] = {}
+        recent = self._history.select(np.arange(self._history.n_blocks, dtype=np.float32))
+        self._history.restrict(recent)
+        queries["first"] = queries["none"] = self._history.ask(self._question.tokens)
+        if "ideal" in wanted:
+            self._history.restrict(None)
+            queries["ideal"] = self._history.ask(self._question.tokens)
+        return queries
+
+    def _gold_selection(self) -> Blocks:
+        """The product's selection when the gold blocks score highest and then the newest."""
+        scores = np.arange(self._history.n_blocks, dtype=np.float32)
+        gold = metrics.gold_blocks(self._question.gold, self._history.block_tokens)
+        scores[gold] += self._history.n_blocks
+        return self._history.select(scores)
+
+    def _answer(self, history: HistoryUnderTest, selection: Blocks | None) -> _Outcome:
+        question = self._question
+        history.restrict(selection)
+        tokens = question.tokens + question.prefix + question.value
+        n_rows = len(question.prefix) + len(question.value)
+        # The last token predicts what comes after the value, so it is not decoded.
+        logits = history.logits(tokens[:-1], n_rows)
+        text = history.greedy(question.tokens, FREE_TOKENS) if self._free else None
+        return _Outcome(logits, text)
+
+    def _record(
+        self,
+        policy: str,
+        selection: Blocks,
+        outcome: _Outcome,
+        full: _Outcome,
+        *,
+        scores: F32 | None,
+    ) -> Record:
+        question, block_tokens = self._question, self._history.block_tokens
+        rank = float("nan")
+        if scores is not None:
+            rank = metrics.gold_rank(scores, question.gold, block_tokens)
+        found = None
+        if outcome.text is not None:
+            found = question.value_text.lower() in outcome.text.lower()
+        return Record(
+            generator=self._prompt.generator,
+            seed=self._prompt.seed,
+            kind=question.kind,
+            shares_word=question.shares_word,
+            policy=policy,
+            selected_blocks=len(selection),
+            gold_recall=metrics.gold_recall(selection, question.gold, block_tokens),
+            gold_rank=rank,
+            kl_nats=metrics.kl_divergence(full.logits, outcome.logits),
+            top1=metrics.top1_agreement(full.logits, outcome.logits),
+            forced=metrics.says_value(outcome.logits, question.value),
+            free=found,
+        )

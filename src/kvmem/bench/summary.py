@@ -1,0 +1,99 @@
+"""From records of single questions to one row a policy, and to the gates that a run must pass."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvmem.bench.metrics import Interval, bootstrap, kle
+from kvmem.bench.quality import FULL, GOLD, STOCK, Record
+
+RECENCY: Final = "recency"
+REFERENCES: Final = (STOCK, FULL, GOLD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One policy over all questions. Intervals are 95 %, bootstrap over prompts.
+
+    kl_nats and top1 are against full attention over the same K and V; kle is 0 for recency and
+    1 for the gold blocks. free is None when no free answers were made.
+    """
+
+    policy: str
+    n: int
+    gold_recall: Interval
+    gold_rank: float
+    kl_nats: Interval
+    top1: float
+    kle: float
+    forced: Interval
+    free: Interval | None
+    paraphrase_recall: Interval
+
+
+def summarise(records: Sequence[Record]) -> list[Row]:
+    """Rows in the order of first appearance of their policy."""
+    names = list(dict.fromkeys(record.policy for record in records))
+    groups = {name: [r for r in records if r.policy == name] for name in names}
+    kl_of = {name: statistics.fmean(r.kl_nats for r in group) for name, group in groups.items()}
+    kl_recency, kl_gold = kl_of.get(RECENCY, float("nan")), kl_of.get(GOLD, float("nan"))
+    rows = []
+    for name, group in groups.items():
+        free = [r for r in group if r.free is not None]
+        ranks = [r.gold_rank for r in group]
+        rows.append(
+            Row(
+                policy=name,
+                n=len(group),
+                gold_recall=_interval(group, lambda r: r.gold_recall),
+                gold_rank=statistics.median(ranks),
+                kl_nats=_interval(group, lambda r: r.kl_nats),
+                top1=statistics.fmean(r.top1 for r in group),
+                kle=kle(kl_of[name], kl_recency, kl_gold),
+                forced=_interval(group, lambda r: r.forced),
+                free=_interval(free, lambda r: bool(r.free)) if free else None,
+                paraphrase_recall=_interval(
+                    [r for r in group if not r.shares_word], lambda r: r.gold_recall
+                ),
+            )
+        )
+    return rows
+
+
+def _interval(records: Sequence[Record], value: Callable[[Record], float]) -> Interval:
+    return bootstrap([float(value(r)) for r in records], [r.seed for r in records])
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A bar that one policy has to reach."""
+
+    policy: str
+    what: str
+    value: float
+    bar: float
+    at_least: bool
+
+    @property
+    def passed(self) -> bool:
+        """A value that could not be measured fails."""
+        return self.value >= self.bar if self.at_least else self.value <= self.bar
+
+
+def gates(rows: Sequence[Row]) -> list[Gate]:
+    """The bars of the default cell: SmolLM2, 3,072 tokens, budget 512 in units of 32.
+
+    Only those whose policies were measured. Source: docs/benchmarks.md.
+    """
+    by_name = {row.policy: row for row in rows}
+    found = []
+    if fused := by_name.get("fused @first"):
+        found.append(Gate("fused @first", "gold recall", fused.gold_recall.mean, 0.80, True))
+        found.append(Gate("fused @first", "KL, nats", fused.kl_nats.mean, 0.35, False))
+    if heads := by_name.get("heads @ideal"):
+        found.append(Gate("heads @ideal", "gold recall", heads.gold_recall.mean, 0.70, True))
+        if cosine := by_name.get("cosine @ideal"):
+            lead = heads.paraphrase_recall.mean - cosine.paraphrase_recall.mean
+            found.append(Gate("heads @ideal", "lead over cosine, no shared word", lead, 0.25, True))
+    return found

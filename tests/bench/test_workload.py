@@ -1,0 +1,118 @@
+"""Generated histories: exact length, equal for equal seeds, facts where the spans say."""
+
+import re
+
+import pytest
+from words import Words
+
+from kvmem.bench.generators.base import Generator
+from kvmem.bench.generators.harbor import Harbor
+from kvmem.bench.generators.office import Office
+from kvmem.bench.workload import CLEAR_TAIL_TOKENS, WorkloadSpec, make_prompt, make_prompts
+
+GENERATORS = [Harbor(), Office()]
+COMMON = {"the", "a", "is", "of", "at", "for", "s", "to", "under", "behind", "in", "by"}
+SPEC = WorkloadSpec(n_tokens=4000)
+
+
+@pytest.fixture
+def words() -> Words:
+    return Words()
+
+
+@pytest.mark.parametrize("generator", GENERATORS, ids=lambda g: g.name)
+@pytest.mark.parametrize("n_tokens", [3072, 4000, 4001])
+def test_the_history_has_exactly_the_length_and_ends_a_turn(
+    generator: Generator, n_tokens: int, words: Words
+) -> None:
+    prompt = make_prompt(generator, words, WorkloadSpec(n_tokens=n_tokens), seed=1)
+    assert len(prompt.history) == n_tokens
+    assert words.text(prompt.history).endswith("<|im_end|>\n")
+
+
+@pytest.mark.parametrize("generator", GENERATORS, ids=lambda g: g.name)
+def test_gold_spans_hold_the_value_and_lie_outside_head_and_tail(
+    generator: Generator, words: Words
+) -> None:
+    for prompt in make_prompts(generator, words, SPEC, range(4)):
+        assert len(prompt.questions) == 6
+        for question in prompt.questions:
+            (span,) = question.gold
+            assert question.value_text in words.text(prompt.history[span.start : span.stop])
+            assert span.start >= 0.05 * SPEC.n_tokens
+            assert span.stop <= SPEC.n_tokens - CLEAR_TAIL_TOKENS + 250
+
+
+@pytest.mark.parametrize("generator", GENERATORS, ids=lambda g: g.name)
+def test_equal_seeds_give_equal_prompts_and_others_differ(
+    generator: Generator, words: Words
+) -> None:
+    first = make_prompt(generator, words, SPEC, seed=7)
+    assert make_prompt(generator, words, SPEC, seed=7) == first
+    assert make_prompt(generator, words, SPEC, seed=8).history != first.history
+
+
+@pytest.mark.parametrize("generator", GENERATORS, ids=lambda g: g.name)
+def test_every_statement_is_said_once(generator: Generator, words: Words) -> None:
+    prompt = make_prompt(generator, words, SPEC, seed=3)
+    text = words.text(prompt.history)
+    for question in prompt.questions:
+        (span,) = question.gold
+        statement = words.text(prompt.history[span.start : span.stop])
+        assert text.count(statement) == 1
+
+
+def test_a_paraphrased_question_shares_no_rare_word_with_its_fact(words: Words) -> None:
+    for generator in GENERATORS:
+        for prompt in make_prompts(generator, words, SPEC, range(6)):
+            for question in prompt.questions:
+                (span,) = question.gold
+                statement = words.text(prompt.history[span.start : span.stop])
+                asked = set(re.findall(r"[a-z]+", question.text.lower()))
+                said = set(re.findall(r"[a-z]+", statement.lower()))
+                if question.shares_word:
+                    assert asked & said
+                else:
+                    assert (asked & said) <= COMMON
+
+
+def test_look_alikes_have_the_form_of_the_fact_and_can_be_left_out(words: Words) -> None:
+    with_them = words.text(make_prompt(Harbor(), words, SPEC, seed=5).history)
+    spec = WorkloadSpec(n_tokens=4000, n_lookalikes=0)
+    without = words.text(make_prompt(Harbor(), words, spec, seed=5).history)
+    assert with_them.count("access code for the") == 3
+    assert without.count("access code for the") == 1
+
+
+def test_a_correction_comes_after_the_old_value(words: Words) -> None:
+    seen = 0
+    for seed in range(6):
+        prompt = make_prompt(Harbor(), words, SPEC, seed=seed)
+        text = words.text(prompt.history)
+        for question in prompt.questions:
+            if question.kind == "updated":
+                ship = re.search(r"ship (.*)\?", question.text)
+                assert ship
+                old = text.index(f"The berth number of the ship {ship[1]} is ")
+                assert old < text.index(f"the berth number of the ship {ship[1]} is now")
+                seen += 1
+    assert seen
+
+
+def test_the_answer_is_prefix_and_value_in_turn(words: Words) -> None:
+    prompt = make_prompt(Harbor(), words, WorkloadSpec(n_tokens=4000, plain=True), seed=0)
+    for question in prompt.questions:
+        assert words.text(question.tokens).endswith("<|im_start|>assistant\n")
+        answer = words.text(question.prefix + question.value)
+        assert answer.endswith(f" {question.value_text}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [({"n_tokens": 300}, "too few"), ({"n_facts": 0}, "n_facts"), ({"n_facts": 99}, "n_facts")],
+)
+def test_what_cannot_be_generated_is_refused(
+    fields: dict[str, int], rule: str, words: Words
+) -> None:
+    with pytest.raises(ValueError, match=rule):
+        make_prompt(Harbor(), words, WorkloadSpec(**fields), seed=0)
