@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvmem.bench import metrics
-from kvmem.bench.workload import Span
+from kvmem.engine.prompt import Span
 
 GOLD = (Span(30, 36), Span(64, 66))
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvmem.bench.workload import Span
+from kvmem.engine.prompt import Span
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

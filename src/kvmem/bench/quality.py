@@ -13,10 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.bench import metrics
-from kvmem.bench.history import Blocks, HistoryUnderTest
+from kvmem.bench.history import Answerer, HistoryUnderTest, position_scores
 from kvmem.bench.workload import Prompt, Question
+from kvmem.kv.query import Query
+from kvmem.kv.scorers import Scores
 
 F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
 Report = Callable[[str, int, int], None]
 QueryKind = Literal["first", "ideal", "none"]
 
@@ -87,7 +90,7 @@ class _Outcome:
 def measure(
     prompts: Sequence[Prompt],
     open_history: Callable[[Prompt], HistoryUnderTest],
-    open_stock: Callable[[Prompt], HistoryUnderTest] | None,
+    open_stock: Callable[[Prompt], Answerer] | None,
     *,
     policies: Sequence[Policy] = POLICIES,
     shuffle: bool = False,
@@ -120,7 +123,7 @@ class _QuestionBench:
         prompt: Prompt,
         question: Question,
         history: HistoryUnderTest,
-        stock: HistoryUnderTest | None,
+        stock: Answerer | None,
         *,
         shuffle: bool,
         free: bool,
@@ -140,63 +143,67 @@ class _QuestionBench:
         history = self._history
         queries = self._queries(policies)
         every = np.arange(history.n_blocks, dtype=np.int32)
-        full = self._answer(history, None)
+        full = self._answer_under(None)
         yield self._record(FULL, every, full, full, scores=None)
         if self._stock is not None:
-            stock = self._answer(self._stock, None)
+            stock = self._answer(self._stock)
             yield self._record(STOCK, every, stock, full, scores=None)
         gold = self._gold_selection()
-        yield self._record(GOLD, gold, self._answer(history, gold), full, scores=None)
+        yield self._record(GOLD, gold, self._answer_under(gold), full, scores=None)
         for policy in policies:
-            scores = history.score(queries.get(policy.query), policy.scorer)
+            scores = history.score(queries[policy.query], policy.scorer)
             if self._order is not None:
-                scores = scores[self._order]
-            selection = history.select(scores)
-            outcome = self._answer(history, selection)
+                scores = scores._replace(
+                    blocks=scores.blocks[self._order], edges=scores.edges[self._order]
+                )
+            selection = history.select(scores, self._question)
+            outcome = self._answer_under(selection)
             yield self._record(policy.name, selection, outcome, full, scores=scores)
 
-    def _queries(self, policies: Sequence[Policy]) -> dict[str, object]:
+    def _queries(self, policies: Sequence[Policy]) -> dict[str, Query]:
         """The queries that the policies need. `none` still carries the question's token ids."""
-        wanted = {policy.query for policy in policies}
-        queries: dict[str, object] = {}
-        recent = self._history.select(np.arange(self._history.n_blocks, dtype=np.float32))
-        self._history.restrict(recent)
-        queries["first"] = queries["none"] = self._history.ask(self._question.tokens)
-        if "ideal" in wanted:
-            self._history.restrict(None)
-            queries["ideal"] = self._history.ask(self._question.tokens)
+        history = self._history
+        newest = history.select(position_scores(history.n_blocks), self._question)
+        history.restrict(newest)
+        first = history.ask(self._question)
+        queries = {"first": first, "none": first}
+        if any(policy.query == "ideal" for policy in policies):
+            history.restrict(None)
+            queries["ideal"] = history.ask(self._question)
         return queries
 
-    def _gold_selection(self) -> Blocks:
+    def _gold_selection(self) -> I32:
         """The product's selection when the gold blocks score highest and then the newest."""
-        scores = np.arange(self._history.n_blocks, dtype=np.float32)
-        gold = metrics.gold_blocks(self._question.gold, self._history.block_tokens)
-        scores[gold] += self._history.n_blocks
-        return self._history.select(scores)
+        history, question = self._history, self._question
+        gold = metrics.gold_blocks(question.gold, history.block_tokens)
+        return history.select(position_scores(history.n_blocks, first=gold), question)
 
-    def _answer(self, history: HistoryUnderTest, selection: Blocks | None) -> _Outcome:
+    def _answer_under(self, selection: I32 | None) -> _Outcome:
+        self._history.restrict(selection)
+        return self._answer(self._history)
+
+    def _answer(self, answerer: Answerer) -> _Outcome:
         question = self._question
-        history.restrict(selection)
         tokens = question.tokens + question.prefix + question.value
         n_rows = len(question.prefix) + len(question.value)
         # The last token predicts what comes after the value, so it is not decoded.
-        logits = history.logits(tokens[:-1], n_rows)
-        text = history.greedy(question.tokens, FREE_TOKENS) if self._free else None
+        logits = answerer.logits(tokens[:-1], n_rows)
+        text = answerer.greedy(question.tokens, FREE_TOKENS) if self._free else None
         return _Outcome(logits, text)
 
     def _record(
         self,
         policy: str,
-        selection: Blocks,
+        selection: I32,
         outcome: _Outcome,
         full: _Outcome,
         *,
-        scores: F32 | None,
+        scores: Scores | None,
     ) -> Record:
         question, block_tokens = self._question, self._history.block_tokens
         rank = float("nan")
         if scores is not None:
-            rank = metrics.gold_rank(scores, question.gold, block_tokens)
+            rank = metrics.gold_rank(scores.blocks, question.gold, block_tokens)
         found = None
         if outcome.text is not None:
             found = question.value_text.lower() in outcome.text.lower()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvmem.bench.generators.base import Fact, Generator, Turn
+from kvmem.engine.prompt import Span
 
 CLEAR_HEAD: Final = 0.05
 """Share of the history at its start that holds no fact, so that the sink never holds one."""
@@ -23,19 +24,12 @@ class Tokenizer(Protocol):
     def tokenize(self, text: str, *, parse_special: bool = True) -> Sequence[int]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Half-open token range of the history."""
-
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """One question to ask after the history.
 
-    text: the question in words; tokens: the whole user turn and the start of the answer's turn.
+    text: the question in words; tokens: the whole user turn and the start of the answer's turn;
+    content: the part of `tokens` that is the question's own text.
     prefix: tokens of the forced start of the answer; value: tokens of the answer itself.
     gold: the spans of the history that state the answer.
     shares_word: whether the question repeats a rare word of the statement.
@@ -45,6 +39,7 @@ class Question:
     text: str
     value_text: str
     tokens: tuple[int, ...]
+    content: Span
     prefix: tuple[int, ...]
     value: tuple[int, ...]
     gold: tuple[Span, ...]
@@ -210,12 +205,15 @@ class _Writer:
 
 def _question(tokenizer: Tokenizer, frame: Frame, fact: Fact, gold: Span) -> Question:
     text = fact.paraphrase or fact.question
-    asked = f"{frame.open('user')}{text}{frame.closed}{frame.open('assistant')}"
+    opening = tokenizer.tokenize(frame.open("user"), parse_special=True)
+    asked = tokenizer.tokenize(text, parse_special=False)
+    closing = tokenizer.tokenize(frame.closed + frame.open("assistant"), parse_special=True)
     return Question(
         kind=fact.kind,
         text=text,
         value_text=fact.value,
-        tokens=tuple(tokenizer.tokenize(asked, parse_special=True)),
+        tokens=(*opening, *asked, *closing),
+        content=Span(len(opening), len(opening) + len(asked)),
         prefix=tuple(tokenizer.tokenize(fact.prefix, parse_special=False)),
         value=tuple(tokenizer.tokenize(" " + fact.value, parse_special=False)),
         gold=(gold,),
