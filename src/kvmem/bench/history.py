@@ -136,7 +136,7 @@ class EngineHistory:
         return _greedy(self._engine, self._session, tokens, n)
 
 
-def position_scores(n_blocks: int, *, first: Sequence[int] | I32 = ()) -> Scores:
+def position_scores(n_blocks: int, *, first: Sequence[int] | NDArray[np.integer] = ()) -> Scores:
     """Scores that rank the blocks of `first` highest and all others by age, the newest first."""
     blocks = np.arange(n_blocks, dtype=np.float32)
     blocks[np.asarray(first, np.int64)] += n_blocks

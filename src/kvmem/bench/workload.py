@@ -204,7 +204,7 @@ class _Writer:
 
 
 def _question(tokenizer: Tokenizer, frame: Frame, fact: Fact, gold: Span) -> Question:
-    text = fact.paraphrase or fact.question
+    text = fact.question
     opening = tokenizer.tokenize(frame.open("user"), parse_special=True)
     asked = tokenizer.tokenize(text, parse_special=False)
     closing = tokenizer.tokenize(frame.closed + frame.open("assistant"), parse_special=True)
@@ -217,5 +217,5 @@ def _question(tokenizer: Tokenizer, frame: Frame, fact: Fact, gold: Span) -> Que
         prefix=tuple(tokenizer.tokenize(fact.prefix, parse_special=False)),
         value=tuple(tokenizer.tokenize(" " + fact.value, parse_special=False)),
         gold=(gold,),
-        shares_word=not fact.paraphrase,
+        shares_word=fact.shares_word,
     )

@@ -1,9 +1,9 @@
 """What a text generator gives to a workload: facts to plant and text to hide them in."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,8 +12,7 @@ class Fact:
 
     kind: what sort of fact, for tables.
     statement: the whole text that states it, as it stands in the history.
-    question: asks for it with the statement's own words.
-    paraphrase: asks for it without any rare word of the statement; empty where there is none.
+    question: asks for it; shares_word says whether with rare words of the statement.
     prefix: the start of the answer, up to the value.
     value: the answer; `statement` holds it.
     lookalikes: statements of the same form about something else, with other values.
@@ -24,7 +23,7 @@ class Fact:
     question: str
     prefix: str
     value: str
-    paraphrase: str = ""
+    shares_word: bool = True
     lookalikes: tuple[str, ...] = ()
 
 
@@ -32,12 +31,80 @@ class Fact:
 class Turn:
     """One message of the history. `pieces` are whole sentences, lines or paragraphs.
 
-    A fact may be planted between two pieces. Pieces end in a newline or begin with a space, so
-    that a byte-level tokenizer gives the same tokens for the pieces as for the whole.
+    A fact may be planted between two pieces. Each piece is tokenized alone, so a piece ends where
+    a tokenizer would split anyhow: after a newline.
     """
 
     role: str
     pieces: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A sentence pattern that makes facts: {x} is the thing, {v} the value that is told of it.
+
+    things: what {x} can be; value: draws {v}.
+    """
+
+    kind: str
+    statement: str
+    question: str
+    prefix: str
+    things: tuple[str, ...]
+    value: Callable[[random.Random], str]
+
+    @classmethod
+    def short(
+        cls,
+        kind: str,
+        subject: str,
+        things: tuple[str, ...],
+        value: Callable[[random.Random], str],
+        unit: str = "",
+    ) -> Self:
+        """The plainest of forms: "The SUBJECT is VALUE"."""
+        start = f"The {subject} is"
+        return cls(kind, f"{start} {{v}}{unit}.", f"What is the {subject}?", start, things, value)
+
+    def fact(self, rng: random.Random, things: list[str], n_lookalikes: int) -> Fact:
+        """A fact about the last of `things`, look-alikes about those before; all are removed."""
+        subjects = [things.pop() for _ in range(1 + n_lookalikes)]
+        values: list[str] = []
+        while len(values) < len(subjects):
+            drawn = self.value(rng)
+            if drawn not in values:
+                values.append(drawn)
+        said = [self.statement.format(x=x, v=v) for x, v in zip(subjects, values, strict=True)]
+        return Fact(
+            kind=self.kind,
+            statement=said[0],
+            question=self.question.format(x=subjects[0]),
+            prefix=self.prefix.format(x=subjects[0]),
+            value=values[0],
+            lookalikes=tuple(said[1:]),
+        )
+
+
+Paraphrase = tuple[str, str, str, tuple[str, ...]]
+"""Statement with {v}, question without its rare words, answer up to the value, values."""
+
+
+def paraphrased(rng: random.Random, items: Sequence[Paraphrase], n: int) -> list[Fact]:
+    """`n` facts whose questions share no rare word with them."""
+    facts = []
+    for statement, question, prefix, values in rng.sample(items, n):
+        value = rng.choice(values)
+        facts.append(
+            Fact(
+                kind="paraphrase",
+                statement=statement.format(v=value),
+                question=question,
+                prefix=prefix,
+                value=value,
+                shares_word=False,
+            )
+        )
+    return facts
 
 
 class Generator(Protocol):

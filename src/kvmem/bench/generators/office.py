@@ -5,85 +5,105 @@ can be tested on the other.
 """
 
 import random
-from collections.abc import Callable
+from typing import Final
 
-from kvmem.bench.generators.base import Fact, Turn, digits, draw
+from kvmem.bench.generators.base import Fact, Form, Turn, digits, draw, paraphrased
 
-PROJECTS = (
+PROJECTS: Final = (
     "Basalt", "Hummingbird", "Papyrus", "Tundra", "Zephyr", "Monsoon", "Gondola", "Larkspur",
     "Obsidian", "Pinecone", "Sextant", "Trellis",
 )  # fmt: skip
-CUSTOMERS = (
+CUSTOMERS: Final = (
     "Brightwater Dairy", "Kestrel Optics", "Polar Textiles", "Union Bakers", "Vantage Rail",
     "Acorn Insurance", "Delta Ceramics", "Foxglove Press", "Mosaic Travel", "Quill Stationers",
 )  # fmt: skip
-STAFF = (
+STAFF: Final = (
     "Priya", "Mateus", "Yuki", "Dorothea", "Kwame", "Annika", "Rafael", "Siobhan", "Tariq",
     "Wanda", "Emil", "Noor", "Gideon", "Lucia",
 )  # fmt: skip
-TOPICS = (
+TOPICS: Final = (
     "the new scanner", "parking permits", "the release notes", "travel expenses", "the help desk",
     "two broken monitors", "the onboarding page", "backup tapes", "the fire drill", "old invoices",
 )  # fmt: skip
-VERDICTS = (
+VERDICTS: Final = (
     "was moved to next week", "needs a second opinion", "is blocked by the vendor",
     "can be closed", "was discussed at length without result", "looks better than last month",
     "should be split in two", "went to the wrong department",
 )  # fmt: skip
-HOSTS = ("atlas", "bison", "coral", "dingo", "ember", "finch", "grove", "heron", "ibis", "jackal")
-TABLES = ("orders", "invoices", "shipments", "tickets", "contacts", "refunds")
-COLUMNS = ("created_at", "status", "amount", "owner_id", "region", "priority")
-STATES = ("open", "waiting", "resolved", "reopened")
-CITIES = ("Rotterdam", "Porto", "Gdansk", "Bergen", "Trieste", "Malmo", "Cork", "Split")
-FLOORS = ("ground", "second", "third", "fourth", "fifth", "sixth")
-REPLIES = (
+HOSTS: Final = (
+    "atlas",
+    "bison",
+    "coral",
+    "dingo",
+    "ember",
+    "finch",
+    "grove",
+    "heron",
+    "ibis",
+    "jackal",
+)
+TABLES: Final = ("orders", "invoices", "shipments", "tickets", "contacts", "refunds")
+COLUMNS: Final = ("created_at", "status", "amount", "owner_id", "region", "priority")
+STATES: Final = ("open", "waiting", "resolved", "reopened")
+CITIES: Final = ("Rotterdam", "Porto", "Gdansk", "Bergen", "Trieste", "Malmo", "Cork", "Split")
+FLOORS: Final = ("ground", "second", "third", "fourth", "fifth", "sixth")
+REPLIES: Final = (
     "Filed.", "Added to the summary.", "All right, I have that.", "Received and sorted.",
     "Okay. Send the next one when you are ready.",
 )  # fmt: skip
 
-Asked = tuple[str, str, str, str]
-"""Statement, question, answer up to the value, kind; each with {x} for the thing, {v} for value."""
+FORMS: Final = (
+    Form(
+        "amount",
+        "Ticket note: invoice total for {x} came to {v} euros.",
+        "How many euros was the invoice total for {x}?",
+        "The invoice total for {x} was",
+        CUSTOMERS,
+        lambda rng: digits(rng, 4),
+    ),
+    Form(
+        "city",
+        "{x} ships from the depot in {v}.",
+        "Which city does {x} ship from?",
+        "{x} ships from",
+        CUSTOMERS,
+        lambda rng: rng.choice(CITIES),
+    ),
+    Form(
+        "secret",
+        "Root password of host {x} was rotated, it starts with {v} now.",
+        "What does the root password of host {x} start with?",
+        "The root password of host {x} starts with",
+        HOSTS,
+        lambda rng: "".join(rng.choices("bcdfghjkmnpqrstvwxz", k=4)),
+    ),
+    Form(
+        "owner",
+        "Project {x} reports to {v} from now on.",
+        "Whom does project {x} report to?",
+        "Project {x} reports to",
+        PROJECTS,
+        lambda rng: rng.choice(STAFF),
+    ),
+    Form(
+        "config",
+        "deploy.{x}.replicas: {v}",
+        "How many replicas does deploy.{x} have?",
+        "The replicas of deploy.{x} are",
+        HOSTS,
+        lambda rng: digits(rng, 2),
+    ),
+    Form(
+        "tool",
+        '<result job="{x}" exit="0" rows="{v}"/>',
+        "How many rows did job {x} give?",
+        "The rows that job {x} gave are",
+        PROJECTS,
+        lambda rng: digits(rng, 4),
+    ),
+)
 
-FORMS: tuple[tuple[Asked, tuple[str, ...], Callable[[random.Random], str]], ...] = (
-    (
-        ("Ticket note: invoice total for {x} came to {v} euros.",
-         "How many euros was the invoice total for {x}?",
-         "The invoice total for {x} was", "amount"),
-        CUSTOMERS, lambda rng: digits(rng, 4),
-    ),
-    (
-        ("{x} ships from the depot in {v}.",
-         "Which city does {x} ship from?",
-         "{x} ships from", "city"),
-        CUSTOMERS, lambda rng: rng.choice(CITIES),
-    ),
-    (
-        ("Root password of host {x} was rotated, it starts with {v} now.",
-         "What does the root password of host {x} start with?",
-         "The root password of host {x} starts with", "secret"),
-        HOSTS, lambda rng: "".join(rng.choices("bcdfghjkmnpqrstvwxz", k=4)),
-    ),
-    (
-        ("Project {x} reports to {v} from now on.",
-         "Whom does project {x} report to?",
-         "Project {x} reports to", "owner"),
-        PROJECTS, lambda rng: rng.choice(STAFF),
-    ),
-    (
-        ("deploy.{x}.replicas: {v}",
-         "How many replicas does deploy.{x} have?",
-         "deploy.{x} has", "config"),
-        HOSTS, lambda rng: digits(rng, 2),
-    ),
-    (
-        ("<result job=\"{x}\" exit=\"0\" rows=\"{v}\"/>",
-         "How many rows did job {x} give?",
-         "Job {x} gave", "tool"),
-        PROJECTS, lambda rng: digits(rng, 4),
-    ),
-)  # fmt: skip
-
-PARAPHRASED = (
+PARAPHRASED: Final = (
     ("Mum's violin lesson starts at {v} o'clock.", "At what hour is mother taught her instrument?",
      "She is taught at", ("three", "four", "five", "seven", "eight")),
     ("The plumber left the bill under the {v}.", "Where is the sheet saying what we owe for the "
@@ -107,25 +127,12 @@ class Office:
 
     def facts(self, rng: random.Random, n: int, *, n_lookalikes: int) -> list[Fact]:
         forms = rng.sample(FORMS, len(FORMS))
-        things = {names: draw(rng, names, len(names)) for _, names, _ in FORMS}
-        n_paraphrased = n // 3
+        names = {form.things: draw(rng, form.things, len(form.things)) for form in FORMS}
         facts = []
-        for index in range(n - n_paraphrased):
-            form, names, value = forms[index % len(forms)]
-            subjects = [things[names].pop() for _ in range(1 + n_lookalikes)]
-            facts.append(_asked(form, subjects, [value(rng) for _ in subjects]))
-        for statement, question, prefix, values in rng.sample(PARAPHRASED, n_paraphrased):
-            chosen = rng.choice(values)
-            facts.append(
-                Fact(
-                    kind="paraphrase",
-                    statement=statement.format(v=chosen),
-                    question=question,
-                    paraphrase=question,
-                    prefix=prefix,
-                    value=chosen,
-                )
-            )
+        for index in range(n - n // 3):
+            form = forms[index % len(forms)]
+            facts.append(form.fact(rng, names[form.things], n_lookalikes))
+        facts += paraphrased(rng, PARAPHRASED, n // 3)
         rng.shuffle(facts)
         return facts
 
@@ -135,21 +142,6 @@ class Office:
     def turns(self, rng: random.Random) -> list[Turn]:
         kind = rng.choices((_minutes, _mail, _ticket, _table, _yaml), weights=(3, 3, 2, 2, 1))[0]
         return [Turn("user", kind(rng)), Turn("assistant", (rng.choice(REPLIES),))]
-
-
-def _asked(form: Asked, subjects: list[str], values: list[str]) -> Fact:
-    """The first subject is asked for; the others give the look-alikes."""
-    statement, question, prefix, kind = form
-    return Fact(
-        kind=kind,
-        statement=statement.format(x=subjects[0], v=values[0]),
-        question=question.format(x=subjects[0]),
-        prefix=prefix.format(x=subjects[0]),
-        value=values[0],
-        lookalikes=tuple(
-            statement.format(x=x, v=v) for x, v in zip(subjects[1:], values[1:], strict=True)
-        ),
-    )
 
 
 def _minutes(rng: random.Random) -> tuple[str, ...]:
