@@ -39,7 +39,8 @@ WORDS: Final = (
     "thistle", "quartz", "bramble", "falcon", "cinnamon", "glacier", "lantern", "walnut", "meteor",
     "harpoon", "saffron", "juniper", "cobalt", "orchid",
 )  # fmt: skip
-THINGS: Final = ("brass telescope", "oak table", "velvet sofa", "silver kettle", "copper lamp")
+PEOPLE_OF_TOWN: Final = ("mayor", "teacher", "postman", "nurse", "baker")
+FRUIT: Final = ("mango", "apricot", "papaya", "lychee", "pear", "melon")
 WIZARDS: Final = ("old wizard", "young witch", "fire dragon", "snow queen")
 TRADES: Final = ("dentist", "plumber", "tailor", "florist", "locksmith")
 COLORS: Final = (
@@ -106,7 +107,7 @@ FORMS: Final = (
 PLAIN: Final = (
     Form.short("code", "access code for the {x}", PLACES, lambda rng: digits(rng, 5)),
     Form.short("height", "height of the {x}", PLACES, lambda rng: digits(rng, 2), " metres"),
-    Form.short("price", "price of the {x}", THINGS, lambda rng: digits(rng, 3), " dollars"),
+    Form.short("fruit", "favorite fruit of the {x}", PEOPLE_OF_TOWN, lambda rng: rng.choice(FRUIT)),
     Form.short("color", "color of the {x}", PLACES, lambda rng: rng.choice(COLORS)),
     Form.short("word", "magic word of the {x}", WIZARDS, lambda rng: rng.choice(WORDS)),
     Form.short("phone", "phone number of the {x}", TRADES, lambda rng: f"555-{digits(rng, 4)}"),
