@@ -134,6 +134,7 @@ class _Planted:
     at_tokens: int
     statement: str
     fact: int
+    confirmed: bool
 
 
 def _plan(rng: random.Random, facts: Sequence[Fact], n_tokens: int) -> list[_Planted]:
@@ -146,14 +147,19 @@ def _plan(rng: random.Random, facts: Sequence[Fact], n_tokens: int) -> list[_Pla
     order = list(range(len(facts)))
     rng.shuffle(order)
     planted = [
-        _Planted(int(first + width * (stratum + 0.8 * rng.random())), facts[index].statement, index)
+        _Planted(
+            int(first + width * (stratum + 0.8 * rng.random())),
+            facts[index].statement,
+            index,
+            facts[index].confirmed,
+        )
         for stratum, index in enumerate(order)
     ]
     for fact, place in [(facts[p.fact], p) for p in planted]:
         for statement in fact.lookalikes:
             # An old value has to come before its correction.
             stop = place.at_tokens if fact.kind == "updated" else last
-            planted.append(_Planted(rng.randrange(first // 2, stop), statement, -1))
+            planted.append(_Planted(rng.randrange(first // 2, stop), statement, -1, False))
     return sorted(planted, key=lambda item: item.at_tokens)
 
 
@@ -175,6 +181,8 @@ class _Writer:
         closing = self._ids(self.frame.closed)
         self._turn(Turn("system", (generator.opening(),)), waiting=[], spans=spans)
         while len(self.tokens) < self._n_tokens:
+            if self._is_due(waiting) and waiting[0].confirmed:
+                self._exchange(waiting.pop(0), spans)
             for turn in generator.turns(rng):
                 self._turn(turn, waiting=waiting, spans=spans)
         if waiting:
@@ -183,17 +191,30 @@ class _Writer:
         self.tokens[self._n_tokens - len(closing) :] = closing
         return spans
 
+    def _is_due(self, waiting: list[_Planted]) -> bool:
+        return bool(waiting) and waiting[0].at_tokens <= len(self.tokens)
+
     def _turn(self, turn: Turn, *, waiting: list[_Planted], spans: dict[int, Span]) -> None:
         self._add(self.frame.open(turn.role))
         for piece in turn.pieces:
             self._add(piece)
             # Only user turns state facts; one statement between two pieces of filler.
-            if turn.role == "user" and waiting and waiting[0].at_tokens <= len(self.tokens):
+            if turn.role == "user" and self._is_due(waiting) and not waiting[0].confirmed:
                 planted = waiting.pop(0)
                 start = len(self.tokens)
                 self._add(planted.statement + "\n")
                 if planted.fact >= 0:
                     spans[planted.fact] = Span(start, len(self.tokens))
+        self._add(self.frame.closed)
+
+    def _exchange(self, planted: _Planted, spans: dict[int, Span]) -> None:
+        """The user tells a fact; the assistant repeats it. Both are gold."""
+        self._add(self.frame.open("user") + "Please remember this.\n")
+        start = len(self.tokens)
+        self._add(planted.statement)
+        self._add(self.frame.closed + self.frame.open("assistant"))
+        self._add(planted.statement)
+        spans[planted.fact] = Span(start, len(self.tokens))
         self._add(self.frame.closed)
 
     def _add(self, text: str) -> None:

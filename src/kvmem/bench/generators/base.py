@@ -16,6 +16,7 @@ class Fact:
     prefix: the start of the answer, up to the value.
     value: the answer; `statement` holds it.
     lookalikes: statements of the same form about something else, with other values.
+    confirmed: the user tells the fact in a turn of its own and the assistant repeats it.
     """
 
     kind: str
@@ -25,6 +26,7 @@ class Fact:
     value: str
     shares_word: bool = True
     lookalikes: tuple[str, ...] = ()
+    confirmed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Generator A: a harbour town and the services that run it. Demos and tests use this one."""
 
 import random
+from dataclasses import replace
 
 from kvmem.bench.generators.base import Fact, Turn, draw
 from kvmem.bench.generators.harbor_facts import PLAIN, harbor_facts
@@ -22,7 +23,8 @@ class Harbor:
         if n > len(PLAIN):
             raise ValueError(f"n_facts is {n}, but there are {len(PLAIN)} kinds of plain facts")
         names = {form.things: draw(rng, form.things, len(form.things)) for form in PLAIN}
-        return [form.fact(rng, names[form.things], 0) for form in rng.sample(PLAIN, n)]
+        facts = [form.fact(rng, names[form.things], 0) for form in rng.sample(PLAIN, n)]
+        return [replace(fact, confirmed=True) for fact in facts]
 
     def turns(self, rng: random.Random) -> list[Turn]:
         kind = rng.choices((story, log, source, tool_use), weights=(4, 2, 1, 2))[0]

@@ -35,15 +35,10 @@ SHIPS: Final = (
     "Albatross", "Meridian", "Northern Star", "Juniper", "Halcyon", "Cormorant", "Silver Wren",
     "Perseverance", "Blue Heron", "Vagabond", "Marigold", "Kingfisher",
 )  # fmt: skip
-WORDS: Final = (
-    "thistle", "quartz", "bramble", "falcon", "cinnamon", "glacier", "lantern", "walnut", "meteor",
-    "harpoon", "saffron", "juniper", "cobalt", "orchid",
-)  # fmt: skip
-PEOPLE_OF_TOWN: Final = ("mayor", "teacher", "postman", "nurse", "baker")
-FRUIT: Final = ("mango", "apricot", "papaya", "lychee", "pear", "melon")
-WIZARDS: Final = ("old wizard", "young witch", "fire dragon", "snow queen")
+CLUBS: Final = ("rowing club", "chess club", "brass band", "garden society")
+TRAINS: Final = ("night train", "mail boat", "express bus", "cable car")
+THINGS: Final = ("brass telescope", "silver kettle", "copper lamp", "steam engine")
 TRADES: Final = ("dentist", "plumber", "tailor", "florist", "locksmith")
-COLORS: Final = (
     "crimson",
     "turquoise",
     "ivory",
@@ -107,10 +102,10 @@ FORMS: Final = (
 PLAIN: Final = (
     Form.short("code", "access code for the {x}", PLACES, lambda rng: digits(rng, 5)),
     Form.short("height", "height of the {x}", PLACES, lambda rng: digits(rng, 2), " metres"),
-    Form.short("fruit", "favorite fruit of the {x}", PEOPLE_OF_TOWN, lambda rng: rng.choice(FRUIT)),
-    Form.short("color", "color of the {x}", PLACES, lambda rng: rng.choice(COLORS)),
-    Form.short("word", "magic word of the {x}", WIZARDS, lambda rng: rng.choice(WORDS)),
     Form.short("phone", "phone number of the {x}", TRADES, lambda rng: f"555-{digits(rng, 4)}"),
+    Form.short("year", "founding year of the {x}", CLUBS, lambda rng: f"18{digits(rng, 2)}"),
+    Form.short("time", "departure time of the {x}", TRAINS, lambda rng: f"{digits(rng, 1)}:4{digits(rng, 1)}"),
+    Form.short("serial", "serial number of the {x}", THINGS, lambda rng: digits(rng, 4)),
 )
 """What a model of 135 million parameters can look up; each kind once in a history."""
 

@@ -1,0 +1,97 @@
+"""`kvmem bench recall` without its command line: engines, prompts and records."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvmem.bench.generators.base import Generator
+from kvmem.bench.generators.harbor import Harbor
+from kvmem.bench.generators.office import Office
+from kvmem.bench.history import EngineHistory, StockHistory
+from kvmem.bench.quality import POLICIES, Policy, Record, measure
+from kvmem.bench.workload import WorkloadSpec, make_prompts
+from kvmem.config import EngineConfig, KvType, MemoryConfig, ModelConfig
+from kvmem.engine.engine import Engine
+from kvmem.errors import ConfigError
+
+Report = Callable[[str, int, int], None]
+
+GENERATORS: Final[dict[str, Callable[[], Generator]]] = {"harbor": Harbor, "office": Office}
+ANSWER_TOKENS: Final = 512
+"""Room for a question and its answer behind the history."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecallSpec:
+    """What is measured: `n_prompts` histories of `n_tokens`, the budget, and how to choose."""
+
+    model: Path
+    generator: str = "harbor"
+    n_tokens: int = 3072
+    n_prompts: int = 8
+    n_facts: int = 6
+    n_lookalikes: int = 2
+    first_seed: int = 0
+    budget_tokens: int = 512
+    block_tokens: int = 32
+    kv_type: KvType = "q8_0"
+    n_threads: int | None = None
+    n_gpu_layers: int = 0
+    policies: tuple[Policy, ...] = POLICIES
+    stock: bool = True
+    shuffle: bool = False
+    free: bool = False
+
+    def __post_init__(self) -> None:
+        if self.generator not in GENERATORS:
+            raise ConfigError("generator", self.generator, f"one of {', '.join(GENERATORS)}")
+        if self.n_prompts < 1:
+            raise ConfigError("n_prompts", self.n_prompts, "at least 1")
+        if self.budget_tokens >= self.n_tokens:
+            raise ConfigError(
+                "budget_tokens", self.budget_tokens, f"below n_tokens={self.n_tokens}"
+            )
+
+    @property
+    def seeds(self) -> range:
+        return range(self.first_seed, self.first_seed + self.n_prompts)
+
+    def engine(self, *, tiered: bool) -> EngineConfig:
+        """The tiered engine reads under the budget and can show the whole history in its reserve;
+        the other one is plain llama.cpp with a full cache."""
+        room = self.n_tokens + ANSWER_TOKENS
+        return EngineConfig(
+            model=ModelConfig(
+                path=self.model, n_gpu_layers=self.n_gpu_layers, n_threads=self.n_threads
+            ),
+            memory=MemoryConfig(
+                enabled=tiered,
+                workspace_tokens=room,
+                budget_tokens=self.budget_tokens if tiered else None,
+                reserve_tokens=-(-room // self.block_tokens) * self.block_tokens,
+                block_tokens=self.block_tokens,
+                type_k=self.kv_type,
+                type_v=self.kv_type,
+            ),
+        )
+
+
+def run_recall(
+    spec: RecallSpec, *, report: Report = lambda what, done, total: None
+) -> Iterator[Record]:
+    """Records of all questions, prompt by prompt. Loads the model twice; the weights are mapped."""
+    workload = WorkloadSpec(
+        n_tokens=spec.n_tokens, n_facts=spec.n_facts, n_lookalikes=spec.n_lookalikes
+    )
+    with Engine(spec.engine(tiered=True)) as tiered, Engine(spec.engine(tiered=False)) as plain:
+        prompts = make_prompts(GENERATORS[spec.generator](), tiered.vocab, workload, spec.seeds)
+        yield from measure(
+            prompts,
+            lambda prompt: EngineHistory(tiered, prompt.history),
+            (lambda prompt: StockHistory(plain, prompt.history)) if spec.stock else None,
+            policies=spec.policies,
+            shuffle=spec.shuffle,
+            free=spec.free,
+            report=report,
+        )

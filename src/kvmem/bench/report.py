@@ -1,0 +1,56 @@
+"""Tables of results for a terminal or a file."""
+
+import math
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from kvmem.bench.metrics import Interval
+from kvmem.bench.summary import Gate, Row
+
+__all__ = ["gate_table", "recall_table"]
+
+
+def interval(value: Interval | None) -> str:
+    """`.92 [.89,.95]`; a dash where nothing was measured."""
+    if value is None or math.isnan(value.mean):
+        return "-"
+    return f"{value.mean:.2f} [{value.low:.2f},{value.high:.2f}]"
+
+
+def number(value: float, digits: int = 2) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def recall_table(rows: Sequence[Row], title: str) -> Table:
+    """One line a policy, references first."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("policy")
+    free = any(row.free is not None for row in rows)
+    headings = ["n", "gold recall", "no shared word", "rank", "KL, nats", "top-1", "KLE", "forced"]
+    for heading in headings + ["free"] * free:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = [
+            str(row.n),
+            interval(row.gold_recall),
+            interval(row.paraphrase_recall),
+            number(row.gold_rank, 0),
+            interval(row.kl_nats),
+            number(row.top1),
+            number(row.kle),
+            interval(row.forced),
+        ]
+        table.add_row(row.policy, *cells, *([interval(row.free)] if free else []))
+    return table
+
+
+def gate_table(gates: Sequence[Gate]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("gate", "policy", "value", "bar", ""):
+        table.add_column(heading)
+    for gate in gates:
+        bar = f"{'>=' if gate.at_least else '<='} {gate.bar:.2f}"
+        verdict = "passed" if gate.passed else "missed"
+        table.add_row(gate.what, gate.policy, number(gate.value), bar, verdict)
+    return table

@@ -1,0 +1,107 @@
+"""`kvmem bench`: quality and speed on the user's own machine and model."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from typer import Option
+
+from kvmem.bench import demo_model
+from kvmem.bench.quality import POLICIES
+from kvmem.bench.recall import RecallSpec, run_recall
+from kvmem.bench.record import environment, json_line, write_jsonl
+from kvmem.bench.report import gate_table, recall_table
+from kvmem.bench.summary import gates, summarise
+from kvmem.cli.progress import progress
+from kvmem.config import KvType
+
+bench = typer.Typer(no_args_is_help=True, help="Measure recall and speed.")
+
+Model = Annotated[
+    Path | None, Option("-m", "--model", help="GGUF file. Left out: the demo model, fetched once.")
+]
+Threads = Annotated[int, Option("-t", "--threads", help="Threads; 0 for all cores.")]
+Layers = Annotated[int, Option("-ngl", "--n-gpu-layers", help="Layers on the GPU; -1 for all.")]
+Out = Annotated[
+    Path | None, Option("-o", "--out", help="Write raw records to this file as JSON lines.")
+]
+Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
+
+
+@bench.command()
+def recall(
+    model: Model = None,
+    generator: Annotated[
+        Literal["harbor", "office"], Option(help="Which text generator makes the histories.")
+    ] = "harbor",
+    tokens: Annotated[int, Option(help="Length of each history.")] = 3072,
+    prompts: Annotated[int, Option(help="Histories; each has six questions.")] = 8,
+    seed: Annotated[int, Option(help="Seed of the first history.")] = 0,
+    budget: Annotated[int, Option("--kvmem-budget", help="Tokens that are visible.")] = 512,
+    block: Annotated[int, Option("--kvmem-block-tokens", help="Tokens of a block.")] = 32,
+    kv_dtype: Annotated[KvType, Option("--kv-dtype", help="Type of K and V.")] = "q8_0",
+    scorer: Annotated[
+        list[str] | None, Option(help="Only these scorers; recency is always there.")
+    ] = None,
+    free: Annotated[bool, Option("--free", help="Also answer freely, without a forced start.")] = (
+        False
+    ),
+    shuffle: Annotated[
+        bool, Option("--shuffle", help="Control: mix up the blocks' scores; recall must be lost.")
+    ] = False,
+    gate: Annotated[
+        bool, Option("--gate", help="Exit with 1 unless the bars of the default cell are met.")
+    ] = False,
+    threads: Threads = 0,
+    n_gpu_layers: Layers = 0,
+    out: Out = None,
+    as_json: Json = False,
+) -> int:
+    """Plant facts in long histories and measure what comes back, and how good the answers are."""
+    chosen = POLICIES
+    if scorer:
+        chosen = tuple(p for p in POLICIES if p.scorer in scorer or p.scorer == "recency")
+    spec = RecallSpec(
+        model=_model(model),
+        generator=generator,
+        n_tokens=tokens,
+        n_prompts=prompts,
+        first_seed=seed,
+        budget_tokens=budget,
+        block_tokens=block,
+        kv_type=kv_dtype,
+        n_threads=threads or None,
+        n_gpu_layers=n_gpu_layers,
+        policies=chosen,
+        shuffle=shuffle,
+        free=free,
+    )
+    where = environment(spec.model, asdict(spec))
+    with progress() as report:
+        records = list(run_recall(spec, report=report))
+    rows = summarise(records)
+    bars = gates(rows)
+    if out is not None:
+        write_jsonl(out, [where, *records])
+    if as_json:
+        print(json_line({**where, "rows": [asdict(r) for r in rows]}))
+    else:
+        title = (
+            f"{spec.model.name}, {tokens} tokens x {prompts} ({generator}, seeds "
+            f"{spec.seeds.start}..{spec.seeds.stop - 1}), budget {budget} in units of {block}"
+            f"{', scores SHUFFLED' if shuffle else ''}"
+        )
+        console = Console(width=None)
+        console.print(recall_table(rows, title))
+        console.print(gate_table(bars))
+    return 1 if gate and not all(bar.passed for bar in bars) else 0
+
+
+def _model(path: Path | None) -> Path:
+    """The given file, or the demo model."""
+    if path is not None:
+        return path
+    with progress(unit_bytes=True) as report:
+        return demo_model.fetch(report=report)
