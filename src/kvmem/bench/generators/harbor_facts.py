@@ -39,20 +39,15 @@ CLUBS: Final = ("rowing club", "chess club", "brass band", "garden society")
 TRAINS: Final = ("night train", "mail boat", "express bus", "cable car")
 THINGS: Final = ("brass telescope", "silver kettle", "copper lamp", "steam engine")
 TRADES: Final = ("dentist", "plumber", "tailor", "florist", "locksmith")
-    "crimson",
-    "turquoise",
-    "ivory",
-    "amber",
-    "violet",
-    "emerald",
-    "charcoal",
-    "scarlet",
-)
 PEOPLE: Final = tuple(f"{first} {last}" for first, last in zip(FIRST, LAST, strict=False))
 
 
 def _date(rng: random.Random) -> str:
     return f"{rng.choice(MONTHS)} {rng.randrange(2, 29)}"
+
+
+def _clock(rng: random.Random) -> str:
+    return f"{rng.randrange(1, 12)}:{rng.randrange(10, 60)}"
 
 
 FORMS: Final = (
@@ -104,7 +99,7 @@ PLAIN: Final = (
     Form.short("height", "height of the {x}", PLACES, lambda rng: digits(rng, 2), " metres"),
     Form.short("phone", "phone number of the {x}", TRADES, lambda rng: f"555-{digits(rng, 4)}"),
     Form.short("year", "founding year of the {x}", CLUBS, lambda rng: f"18{digits(rng, 2)}"),
-    Form.short("time", "departure time of the {x}", TRAINS, lambda rng: f"{digits(rng, 1)}:4{digits(rng, 1)}"),
+    Form.short("time", "departure time of the {x}", TRAINS, _clock),
     Form.short("serial", "serial number of the {x}", THINGS, lambda rng: digits(rng, 4)),
 )
 """What a model of 135 million parameters can look up; each kind once in a history."""
