@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from statistics import fmean
+from time import perf_counter
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +16,24 @@ from kvmem.engine.session import Session
 from kvmem.kv.query import MAX_ROWS, Query, pick_evenly
 from kvmem.kv.scorers import Scores
 
-__all__ = ["Answerer", "EngineHistory", "HistoryUnderTest", "StockHistory", "position_scores"]
+__all__ = [
+    "Answerer",
+    "EngineHistory",
+    "HistoryUnderTest",
+    "Reply",
+    "StockHistory",
+    "position_scores",
+]
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
+
+
+class Reply(NamedTuple):
+    """A greedy answer. step_s: mean seconds of a decode step; NaN if there was none."""
+
+    text: str
+    step_s: float
 
 
 class Answerer(Protocol):
@@ -27,8 +43,8 @@ class Answerer(Protocol):
         """Decode tokens after the history: f32 [n_last, n_vocab] of the last ones."""
         ...
 
-    def greedy(self, tokens: Sequence[int], n: int) -> str:
-        """Text of at most n tokens, decoded greedily after the history and these tokens."""
+    def greedy(self, tokens: Sequence[int], n: int) -> Reply:
+        """At most n tokens, decoded greedily after the history and these tokens."""
         ...
 
 
@@ -71,7 +87,7 @@ class StockHistory:
     def logits(self, tokens: Sequence[int], n_last: int) -> F32:
         return self._session.logits(tokens, n_last)
 
-    def greedy(self, tokens: Sequence[int], n: int) -> str:
+    def greedy(self, tokens: Sequence[int], n: int) -> Reply:
         return _greedy(self._engine, self._session, tokens, n)
 
 
@@ -82,12 +98,18 @@ class EngineHistory:
     reserve that holds history and answer gives full attention over the same stored K and V.
     """
 
-    def __init__(self, engine: Engine, tokens: Sequence[int]) -> None:
+    def __init__(self, engine: Engine, session: Session) -> None:
         self._engine = engine
-        self._session = engine.session()
-        self._session.read(tokens)
-        self._memory: TieredMemory = self._session.tiered
+        self._session = session
+        self._memory: TieredMemory = session.tiered
         self._memory.seal()
+
+    @classmethod
+    def read(cls, engine: Engine, tokens: Sequence[int]) -> Self:
+        """Read tokens into a new session."""
+        session = engine.session()
+        session.read(tokens)
+        return cls(engine, session)
 
     @property
     def block_tokens(self) -> int:
@@ -132,7 +154,7 @@ class EngineHistory:
     def logits(self, tokens: Sequence[int], n_last: int) -> F32:
         return self._session.logits(tokens, n_last)
 
-    def greedy(self, tokens: Sequence[int], n: int) -> str:
+    def greedy(self, tokens: Sequence[int], n: int) -> Reply:
         return _greedy(self._engine, self._session, tokens, n)
 
 
@@ -154,18 +176,23 @@ def _kept(session: Session) -> Iterator[PlainMemory | TieredMemory]:
         memory.truncate(n_tokens)
 
 
-def _greedy(engine: Engine, session: Session, tokens: Sequence[int], n: int) -> str:
+def _greedy(engine: Engine, session: Session, tokens: Sequence[int], n: int) -> Reply:
     said: list[int] = []
+    steps_s: list[float] = []
     with _kept(session) as memory:
         step = np.asarray(tokens, np.int32)
         while len(said) < n:
+            started = perf_counter()
             if isinstance(memory, TieredMemory):
                 memory.decode(step, reply=True)
             else:
                 memory.decode(step)
             token = int(memory.context.logits(-1).argmax())
+            steps_s.append(perf_counter() - started)
             if engine.vocab.is_eog(token):
                 break
             said.append(token)
             step = np.array([token], np.int32)
-    return engine.vocab.detokenize(said, special=False)
+    # The first step reads the question.
+    mean = fmean(steps_s[1:]) if len(steps_s) > 1 else float("nan")
+    return Reply(engine.vocab.detokenize(said, special=False), mean)

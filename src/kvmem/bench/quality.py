@@ -188,7 +188,7 @@ class _QuestionBench:
         n_rows = len(question.prefix) + len(question.value)
         # The last token predicts what comes after the value, so it is not decoded.
         logits = answerer.logits(tokens[:-1], n_rows)
-        text = answerer.greedy(question.tokens, FREE_TOKENS) if self._free else None
+        text = answerer.greedy(question.tokens, FREE_TOKENS).text if self._free else None
         return _Outcome(logits, text)
 
     def _record(

@@ -88,7 +88,7 @@ def run_recall(
         prompts = make_prompts(GENERATORS[spec.generator](), tiered.vocab, workload, spec.seeds)
         yield from measure(
             prompts,
-            lambda prompt: EngineHistory(tiered, prompt.history),
+            lambda prompt: EngineHistory.read(tiered, prompt.history),
             (lambda prompt: StockHistory(plain, prompt.history)) if spec.stock else None,
             policies=spec.policies,
             shuffle=spec.shuffle,

@@ -14,8 +14,9 @@ from kvmem.engine.prompt import Span
 
 CLEAR_HEAD: Final = 0.05
 """Share of the history at its start that holds no fact, so that the sink never holds one."""
-CLEAR_TAIL_TOKENS: Final = 288
-"""Tokens at the end of the history that hold no fact, so that the recent part never does."""
+CLEAR_TAIL_TOKENS: Final = 768
+"""Tokens before the end where the last fact is due. It stands up to a turn later, and still before
+the 512 newest tokens, which a budget of that size holds without any choice."""
 
 
 class Tokenizer(Protocol):

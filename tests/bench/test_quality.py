@@ -1,0 +1,181 @@
+"""The quality tool on a tiny model: references, budgets and the control that must fail."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from words import Words
+
+from kvmem.bench.generators.harbor import Harbor
+from kvmem.bench.history import Reply, position_scores
+from kvmem.bench.quality import FULL, GOLD, STOCK, Policy, Record, measure
+from kvmem.bench.recall import RecallSpec, run_recall
+from kvmem.bench.summary import gates, summarise
+from kvmem.bench.workload import Prompt, Question, WorkloadSpec, make_prompt
+from kvmem.errors import ConfigError
+from kvmem.kv.scorers import Scores
+
+BLOCK = 32
+BUDGET_BLOCKS = 16
+N_VOCAB = 64
+
+
+class PlayedHistory:
+    """A history whose `heads` scorer knows the facts and whose model answers well if it sees them.
+
+    Rows put the value on top when a gold block is visible, and token 0 when none is.
+    """
+
+    def __init__(self, prompt: Prompt) -> None:
+        self._prompt = prompt
+        self._visible: NDArray[np.int32] | None = None
+        self._question = prompt.questions[0]
+        self.block_tokens = BLOCK
+        self.n_blocks = len(prompt.history) // BLOCK
+
+    def _gold(self) -> set[int]:
+        (span,) = self._question.gold
+        return set(range(span.start // BLOCK, (span.stop - 1) // BLOCK + 1))
+
+    def restrict(self, selection: NDArray[np.int32] | None) -> None:
+        self._visible = selection
+
+    def ask(self, question: Question) -> str:
+        self._question = question
+        return "all" if self._visible is None else f"{len(self._visible)} blocks"
+
+    def score(self, query: str, scorer: str) -> Scores:
+        if scorer == "recency":
+            return position_scores(self.n_blocks)
+        assert query in ("all", f"{BUDGET_BLOCKS} blocks")
+        return position_scores(self.n_blocks, first=sorted(self._gold()))
+
+    def select(self, scores: Scores, question: Question) -> NDArray[np.int32]:
+        del question
+        return np.sort(np.argsort(scores.blocks)[-BUDGET_BLOCKS:]).astype(np.int32)
+
+    def logits(self, tokens: Sequence[int], n_last: int) -> NDArray[np.float32]:
+        n_value = len(self._question.value)
+        rows = np.zeros((n_last, N_VOCAB), np.float32)
+        seen = self._visible is None or self._gold() <= set(self._visible.tolist())
+        for i, token in enumerate((*tokens, self._question.value[-1])[-n_last:]):
+            wanted = token % N_VOCAB if seen or i < n_last - n_value else 0
+            rows[i, wanted] = 5.0
+        return rows
+
+    def greedy(self, tokens: Sequence[int], n: int) -> Reply:
+        seen = self._visible is None or self._gold() <= set(self._visible.tolist())
+        text = f"It is {self._question.value_text.upper()}." if seen else "I do not know."
+        return Reply(text, 0.1)
+
+
+def played(*, shuffle: bool = False) -> list[Record]:
+    words = Words()
+    words.tokenize("".join(f" {chr(97 + i)}" for i in range(26)))
+    prompt = make_prompt(Harbor(), words, WorkloadSpec(n_tokens=4000), seed=2)
+    policies = [Policy("heads", "first"), Policy("heads", "ideal"), Policy("recency", "none")]
+    return list(
+        measure([prompt], PlayedHistory, None, policies=policies, shuffle=shuffle, free=True)
+    )
+
+
+def by_policy(records: list[Record], policy: str) -> list[Record]:
+    return [record for record in records if record.policy == policy]
+
+
+def test_each_policy_answers_each_question() -> None:
+    records = played()
+    names = {record.policy for record in records}
+    assert names == {FULL, GOLD, "heads @first", "heads @ideal", "recency"}
+    assert all(len(by_policy(records, name)) == 6 for name in names)
+
+
+def test_a_scorer_that_knows_finds_and_answers_and_recency_does_not() -> None:
+    records = played()
+    for name in ("heads @first", GOLD):
+        for record in by_policy(records, name):
+            assert record.gold_recall == 1.0
+            assert record.selected_blocks == BUDGET_BLOCKS
+            assert record.kl_nats == pytest.approx(0.0, abs=1e-9)
+            assert record.top1 == 1.0
+            assert record.free
+    for record in by_policy(records, "heads @first"):
+        assert record.gold_rank == 1
+    for record in by_policy(records, "recency"):
+        assert record.gold_recall == 0.0
+        assert record.kl_nats > 0.0
+        assert not record.free
+        assert record.gold_rank > BUDGET_BLOCKS
+
+
+def test_mixed_up_scores_lose_the_facts() -> None:
+    found = [record.gold_recall for record in by_policy(played(shuffle=True), "heads @first")]
+    assert np.mean(found) < 0.5
+    assert not all(gate.passed for gate in gates(summarise(played(shuffle=True))))
+
+
+def test_rows_carry_n_intervals_and_kle() -> None:
+    rows = {row.policy: row for row in summarise(played())}
+    assert rows["heads @first"].n == 6
+    assert rows["heads @first"].kle == pytest.approx(1.0)
+    assert rows["recency"].kle == pytest.approx(0.0)
+    assert rows["recency"].gold_recall == (0.0, 0.0, 0.0)
+    assert math.isnan(rows[FULL].gold_rank)
+    assert [gate.passed for gate in gates(list(rows.values()))] == [True]
+
+
+@pytest.fixture(scope="module")
+def tiny_records(tiny_llama: Path) -> list[Record]:
+    spec = RecallSpec(
+        model=tiny_llama,
+        n_tokens=3072,
+        n_prompts=1,
+        n_facts=3,
+        budget_tokens=512,
+        block_tokens=BLOCK,
+        n_threads=1,
+    )
+    return list(run_recall(spec))
+
+
+def test_an_engine_runs_all_policies(tiny_records: list[Record]) -> None:
+    names = {record.policy for record in tiny_records}
+    assert {FULL, STOCK, GOLD, "fused @first", "heads @ideal", "lexical", "recency"} <= names
+    assert len(tiny_records) == 3 * len(names)
+    for record in tiny_records:
+        if record.policy not in (FULL, STOCK):
+            assert record.selected_blocks <= 512 // BLOCK
+        assert math.isfinite(record.kl_nats)
+
+
+def test_full_attention_is_its_own_reference_and_gold_sees_the_facts(
+    tiny_records: list[Record],
+) -> None:
+    for record in by_policy(tiny_records, FULL):
+        assert record.kl_nats == 0.0
+        assert record.top1 == 1.0
+    assert all(record.gold_recall == 1.0 for record in by_policy(tiny_records, GOLD))
+    assert all(record.gold_recall < 0.5 for record in by_policy(tiny_records, "recency"))
+
+
+def test_what_is_visible_changes_the_logits(tiny_records: list[Record]) -> None:
+    """A random model answers nothing, but it must see exactly what was selected."""
+    assert all(record.kl_nats > 1e-4 for record in by_policy(tiny_records, "recency"))
+    # The history was read in pieces under the budget, so stock K and V differ from ours.
+    assert all(record.kl_nats > 0 for record in by_policy(tiny_records, STOCK))
+
+
+@pytest.mark.parametrize(
+    ("fields", "setting"),
+    [
+        ({"budget_tokens": 3072}, "budget_tokens"),
+        ({"n_prompts": 0}, "n_prompts"),
+        ({"generator": "poems"}, "generator"),
+    ],
+)
+def test_wrong_settings_are_named(fields: dict[str, object], setting: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        RecallSpec(model=tmp_path, **fields)  # type: ignore[arg-type]
