@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from kvmem.bench.metrics import Interval
+from kvmem.bench.speed_summary import Ratio, SpeedRow
 from kvmem.bench.summary import Gate, Row
 
-__all__ = ["gate_table", "recall_table"]
+__all__ = ["gate_table", "recall_table", "speed_table"]
 
 
 def interval(value: Interval | None) -> str:
@@ -53,4 +54,26 @@ def gate_table(gates: Sequence[Gate]) -> Table:
         bar = f"{'>=' if gate.at_least else '<='} {gate.bar:.2f}"
         verdict = "passed" if gate.passed else "missed"
         table.add_row(gate.what, gate.policy, number(gate.value), bar, verdict)
+    return table
+
+
+def speed_table(rows: Sequence[SpeedRow], ratios: Sequence[Ratio], title: str) -> Table:
+    """One line for each system, phase and depth; kvmem's rate over the others' beside them."""
+    over = {(ratio.depth_tokens, ratio.phase, ratio.against): ratio.value for ratio in ratios}
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in ("phase", "history", "system", "n"):
+        table.add_column(heading, justify="right" if heading in ("history", "n") else "left")
+    for heading in ("tokens/s", "slowest .. fastest", "kvmem is"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        ratio = over.get((row.depth_tokens, row.phase, row.system))
+        table.add_row(
+            row.phase,
+            str(row.depth_tokens),
+            row.system,
+            str(row.n),
+            number(row.tokens_per_s, 1),
+            f"{row.slowest:.1f} .. {row.fastest:.1f}",
+            "" if ratio is None else f"{ratio:.2f}x",
+        )
     return table

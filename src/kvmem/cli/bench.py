@@ -12,7 +12,9 @@ from kvmem.bench import demo_model
 from kvmem.bench.quality import POLICIES
 from kvmem.bench.recall import RecallSpec, run_recall
 from kvmem.bench.record import environment, json_line, write_jsonl
-from kvmem.bench.report import gate_table, recall_table
+from kvmem.bench.report import gate_table, recall_table, speed_table
+from kvmem.bench.speed import SpeedSpec, run_speed
+from kvmem.bench.speed_summary import ratios, speed_rows
 from kvmem.bench.summary import gates, summarise
 from kvmem.cli.progress import progress
 from kvmem.config import KvType
@@ -93,10 +95,56 @@ def recall(
             f"{spec.seeds.start}..{spec.seeds.stop - 1}), budget {budget} in units of {block}"
             f"{', scores SHUFFLED' if shuffle else ''}"
         )
-        console = Console(width=None)
+        console = Console()
         console.print(recall_table(rows, title))
         console.print(gate_table(bars))
     return 1 if gate and not all(bar.passed for bar in bars) else 0
+
+
+@bench.command()
+def speed(
+    model: Model = None,
+    depth: Annotated[
+        list[int] | None, Option(help="Tokens in the history; may be given several times.")
+    ] = None,
+    pool: Annotated[
+        int, Option("--pool-tokens", help="Cells of kvmem's pool; a quarter of it is reserve.")
+    ] = 1024,
+    block: Annotated[int, Option("--kvmem-block-tokens", help="Tokens of a block.")] = 32,
+    prefill: Annotated[int, Option(help="Tokens read in one measurement.")] = 512,
+    decode: Annotated[int, Option(help="Tokens written in one measurement.")] = 32,
+    repeats: Annotated[int, Option(help="Measured rounds, after one that is thrown away.")] = 5,
+    kv_dtype: Annotated[KvType, Option("--kv-dtype", help="Type of K and V.")] = "q8_0",
+    threads: Threads = 0,
+    n_gpu_layers: Layers = 0,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Measure prefill and decode behind a long history: kvmem, stock llama.cpp, a full window."""
+    spec = SpeedSpec(
+        model=_model(model),
+        depths=tuple(depth or (7168,)),
+        pool_tokens=pool,
+        block_tokens=block,
+        prefill_tokens=prefill,
+        decode_tokens=decode,
+        repeats=repeats,
+        kv_type=kv_dtype,
+        n_threads=threads or None,
+        n_gpu_layers=n_gpu_layers,
+    )
+    where = environment(spec.model, asdict(spec))
+    with progress() as report:
+        records = list(run_speed(spec, report=report))
+    rows, over = speed_rows(records), ratios(records)
+    if out is not None:
+        write_jsonl(out, [where, *records])
+    if as_json:
+        fields = {"rows": [asdict(r) for r in rows], "ratios": [asdict(r) for r in over]}
+        print(json_line({**where, **fields}))
+    else:
+        title = f"{spec.model.name}, pool of {pool} cells, medians of {repeats} rounds"
+        Console().print(speed_table(rows, over, title))
 
 
 def _model(path: Path | None) -> Path:

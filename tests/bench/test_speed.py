@@ -1,0 +1,72 @@
+"""Speed measurements on a tiny model, and their medians and ratios by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from kvmem.bench.speed import SYSTEMS, SpeedRecord, SpeedSpec, run_speed
+from kvmem.bench.speed_summary import Ratio, ratios, speed_rows
+from kvmem.errors import ConfigError
+
+
+def test_every_system_is_measured_in_every_round(tiny_llama: Path) -> None:
+    spec = SpeedSpec(
+        model=tiny_llama,
+        depths=(1024,),
+        pool_tokens=256,
+        prefill_tokens=128,
+        decode_tokens=8,
+        repeats=2,
+        n_threads=1,
+    )
+    steps: list[tuple[int, int]] = []
+    records = list(run_speed(spec, report=lambda what, done, total: steps.append((done, total))))
+    found = [(r.round, r.system, r.phase, r.n_tokens) for r in records]
+    assert found == [
+        (turn, system, phase, n)
+        for turn in (1, 2)
+        for system in SYSTEMS
+        for phase, n in (("prefill", 128), ("decode", 8))
+    ]
+    assert all(r.seconds > 0 for r in records)
+    assert steps[-1] == (9, 9)
+
+
+def record(system: str, turn: int, seconds: float) -> SpeedRecord:
+    return SpeedRecord(
+        system=system,  # type: ignore[arg-type]
+        phase="decode",
+        depth_tokens=100,
+        round=turn,
+        n_tokens=12,
+        seconds=seconds,
+    )
+
+
+def test_medians_and_ratios_are_taken_within_rounds() -> None:
+    records = [
+        record(system, turn, seconds)
+        for turn, times in enumerate([(1, 2, 1), (2, 8, 2), (3, 9, 6)], start=1)
+        for system, seconds in zip(SYSTEMS, times, strict=True)
+    ]
+    rows = {row.system: row for row in speed_rows(records)}
+    assert rows["kvmem"].tokens_per_s == 6.0
+    assert (rows["kvmem"].slowest, rows["kvmem"].fastest) == (4.0, 12.0)
+    assert rows["kvmem"].n == 3
+    assert ratios(records) == [
+        Ratio("decode", 100, "stock", 3.0),
+        Ratio("decode", 100, "window", 1.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "setting"),
+    [
+        ({"repeats": 0}, "repeats"),
+        ({"pool_tokens": 512}, "pool_tokens"),
+        ({"depths": (512,)}, "depth"),
+    ],
+)
+def test_wrong_settings_are_named(fields: dict[str, object], setting: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        SpeedSpec(model=tmp_path, **fields)  # type: ignore[arg-type]
