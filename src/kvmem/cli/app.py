@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import typer
 
 from kvmem.cli import faults
+from kvmem.cli.bench import bench
+from kvmem.cli.demo import demo
+from kvmem.cli.demo_model import demo_model
 from kvmem.cli.plan import plan
 from kvmem.cli.run import run
 from kvmem.cli.serve import serve
@@ -29,6 +32,9 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(run)
 app.command()(plan)
+app.command()(demo)
+app.command("demo-model")(demo_model)
+app.add_typer(bench, name="bench")
 
 
 def execute(args: Sequence[str]) -> int:

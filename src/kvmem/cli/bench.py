@@ -18,8 +18,9 @@ from kvmem.bench.speed_summary import ratios, speed_rows
 from kvmem.bench.summary import gates, summarise
 from kvmem.cli.progress import progress
 from kvmem.config import KvType
+from kvmem.errors import ConfigError
 
-bench = typer.Typer(no_args_is_help=True, help="Measure recall and speed.")
+bench = typer.Typer(help="Measure recall and speed.", rich_markup_mode=None)
 
 Model = Annotated[
     Path | None, Option("-m", "--model", help="GGUF file. Left out: the demo model, fetched once.")
@@ -45,7 +46,12 @@ def recall(
     block: Annotated[int, Option("--kvmem-block-tokens", help="Tokens of a block.")] = 32,
     kv_dtype: Annotated[KvType, Option("--kv-dtype", help="Type of K and V.")] = "q8_0",
     scorer: Annotated[
-        list[str] | None, Option(help="Only these scorers; recency is always there.")
+        list[str] | None,
+        Option(
+            "--kvmem-scorer",
+            metavar="NAME",
+            help="Only this scorer (again for more), beside recency.",
+        ),
     ] = None,
     free: Annotated[bool, Option("--free", help="Also answer freely, without a forced start.")] = (
         False
@@ -62,9 +68,10 @@ def recall(
     as_json: Json = False,
 ) -> int:
     """Plant facts in long histories and measure what comes back, and how good the answers are."""
-    chosen = POLICIES
-    if scorer:
-        chosen = tuple(p for p in POLICIES if p.scorer in scorer or p.scorer == "recency")
+    known = {policy.scorer for policy in POLICIES}
+    if wrong := set(scorer or ()) - known:
+        raise ConfigError("scorer", min(wrong), f"one of {', '.join(sorted(known))}")
+    wanted = {*scorer, "recency"} if scorer else known
     spec = RecallSpec(
         model=_model(model),
         generator=generator,
@@ -76,7 +83,7 @@ def recall(
         kv_type=kv_dtype,
         n_threads=threads or None,
         n_gpu_layers=n_gpu_layers,
-        policies=chosen,
+        policies=tuple(policy for policy in POLICIES if policy.scorer in wanted),
         shuffle=shuffle,
         free=free,
     )
