@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmem.errors import CapacityError
 from kvmem.kv.budget import HostBudget
 
 
+@settings(deadline=None)
 @given(st.integers(1, 100), st.lists(st.integers(-60, 60), max_size=30))
 def test_the_limit_is_never_passed(limit: int, changes: list[int]) -> None:
     budget, used = HostBudget(limit), 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from oracles import place_twin, run_placement
@@ -31,6 +31,7 @@ def draw_selection(data: st.DataObject, pool: Pool, n_most: int) -> NDArray[np.i
     return data.draw(selections_of(pool, n_most))
 
 
+@settings(deadline=None)
 @given(pools(), st.data(), st.booleans())
 def test_a_placement_leads_where_it_says(pool: Pool, data: st.DataObject, ordered: bool) -> None:
     n_most = pool.residency.n_slots - (1 if ordered else 0)
@@ -46,6 +47,7 @@ def test_a_placement_leads_where_it_says(pool: Pool, data: st.DataObject, ordere
     assert {block for block, _ in placement.incoming.tolist()} == wanted - set(pool.held)
 
 
+@settings(deadline=None)
 @given(pools(), st.data())
 def test_only_compaction_moves(pool: Pool, data: st.DataObject) -> None:
     blocks = draw_selection(data, pool, pool.residency.n_slots)
@@ -62,6 +64,7 @@ def test_only_compaction_moves(pool: Pool, data: st.DataObject) -> None:
     assert highest < pool.residency.n_budget_slots or not free, "it goes on while it helps"
 
 
+@settings(deadline=None)
 @given(pools(), st.data())
 def test_ordered_goes_by_position(pool: Pool, data: st.DataObject) -> None:
     blocks = draw_selection(data, pool, pool.residency.n_slots - 1)
@@ -73,6 +76,7 @@ def test_ordered_goes_by_position(pool: Pool, data: st.DataObject) -> None:
     assert len(displaced) <= len(placement.moves) <= len(displaced) + len(displaced) // 2
 
 
+@settings(deadline=None)
 @given(pools(), st.data(), st.booleans())
 def test_a_second_call_plans_nothing(pool: Pool, data: st.DataObject, ordered: bool) -> None:
     n_most = pool.residency.n_slots - (1 if ordered else 0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmem.errors import StateError
 from kvmem.kv.residency import Residency
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=40))
 def test_it_is_a_dict_that_takes_the_lowest_slot(calls: list[tuple[bool, int]]) -> None:
     residency = Residency(3, 2, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from oracles import select_twin
 from strategies import Choice, choices
 
@@ -30,6 +30,7 @@ def run(choice: Choice, budget_blocks: int | None = None) -> list[int] | None:
     return [int(block) for block in selection]
 
 
+@settings(deadline=None)
 @given(choices())
 def test_select_equals_twin(choice: Choice) -> None:
     expected = select_twin(
@@ -45,6 +46,7 @@ def test_select_equals_twin(choice: Choice) -> None:
     assert run(choice) == expected
 
 
+@settings(deadline=None)
 @given(choices())
 def test_select_keeps_its_promises(choice: Choice) -> None:
     selection = run(choice)

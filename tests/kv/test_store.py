@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmem.errors import CapacityError
@@ -26,6 +26,7 @@ def payload(store: HostStore, value: int) -> np.ndarray:
     return np.random.default_rng(value).integers(0, 256, store.payload_bytes, dtype=np.uint8)
 
 
+@settings(deadline=None)
 @given(
     st.floats(1, 40),
     st.lists(
