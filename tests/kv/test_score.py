@@ -125,13 +125,13 @@ def test_scratch_is_kept_counted_and_given_back() -> None:
     scratch = ScoreScratch(budget)
     wanted, _ = score_blocks(query, summaries)
     for _ in range(2):
-        found, _ = score_blocks(query, summaries, scratch=scratch)
+        found, _ = score_blocks(query, summaries, scratch=scratch, threads=1)
         assert np.array_equal(found, wanted)
         held = scratch.n_bytes
         assert 960 * 4 < held == budget.used
     # What was left behind by a larger call does no harm.
     summaries.truncate(3)
-    found, _ = score_blocks(make_query(layout, 2), summaries, scratch=scratch)
+    found, _ = score_blocks(make_query(layout, 2), summaries, scratch=scratch, threads=1)
     assert np.array_equal(found, score_blocks(make_query(layout, 2), summaries)[0])
     assert scratch.n_bytes == held
     del scratch

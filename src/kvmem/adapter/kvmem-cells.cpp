@@ -3,6 +3,9 @@
 
 #include "llama-context.h"
 
+#include <stdexcept>
+#include <thread>
+
 static int fail(int status, const char * text) {
     kvmem_set_error(text);
     return status;
@@ -12,7 +15,20 @@ static bool in_range(const kvmem_memory * memory, int64_t cell, uint32_t n) {
     return cell >= 0 && cell + n <= memory->attn->get_size();
 }
 
+void kvmem_memory::flush_clears() {
+    auto & table = cells();
+    for (const auto & range : clears) {
+        for (uint32_t i = 0; i < range.second; ++i) {
+            if (!table.is_empty(range.first + i)) {
+                table.rm(range.first + i);
+            }
+        }
+    }
+    clears.clear();
+}
+
 int kvmem_cells_place(kvmem_memory * memory, const int32_t * cells, uint32_t n) {
+    memory->flush_clears();
     for (uint32_t i = 0; i < n; ++i) {
         if (!in_range(memory, cells[i], 1)) {
             return fail(KVMEM_ERR_ARGUMENT, "a token was placed outside the cells");
@@ -26,14 +42,12 @@ int kvmem_cells_place(kvmem_memory * memory, const int32_t * cells, uint32_t n) 
     return KVMEM_OK;
 }
 
-int kvmem_cells_publish(kvmem_memory * memory, int32_t cell, const kvmem_cell_meta * meta, uint32_t n) {
-    if (!in_range(memory, cell, n)) {
-        return fail(KVMEM_ERR_ARGUMENT, "cells to publish lie outside the cache");
-    }
+// the caller has checked the range; false if a cell is in use
+static bool publish(kvmem_memory * memory, int32_t cell, const kvmem_cell_meta * meta, uint32_t n) {
     auto & cells = memory->cells();
     for (uint32_t i = 0; i < n; ++i) {
         if (!cells.is_empty(cell + i)) {
-            return fail(KVMEM_ERR_STATE, "a cell to publish is in use");
+            return false;
         }
     }
     for (uint32_t i = 0; i < n; ++i) {
@@ -45,19 +59,22 @@ int kvmem_cells_publish(kvmem_memory * memory, int32_t cell, const kvmem_cell_me
         cells.ext_set(cell + i, ext);
         cells.seq_add(cell + i, 0);
     }
-    return KVMEM_OK;
+    return true;
+}
+
+int kvmem_cells_publish(kvmem_memory * memory, int32_t cell, const kvmem_cell_meta * meta, uint32_t n) {
+    if (!in_range(memory, cell, n)) {
+        return fail(KVMEM_ERR_ARGUMENT, "cells to publish lie outside the cache");
+    }
+    memory->flush_clears();
+    return publish(memory, cell, meta, n) ? (int) KVMEM_OK : fail(KVMEM_ERR_STATE, "a cell to publish is in use");
 }
 
 int kvmem_cells_clear(kvmem_memory * memory, int32_t cell, uint32_t n) {
     if (!in_range(memory, cell, n)) {
         return fail(KVMEM_ERR_ARGUMENT, "cells to clear lie outside the cache");
     }
-    auto & cells = memory->cells();
-    for (uint32_t i = 0; i < n; ++i) {
-        if (!cells.is_empty(cell + i)) {
-            cells.rm(cell + i);
-        }
-    }
+    memory->clears.push_back({ cell, n });
     return KVMEM_OK;
 }
 
@@ -65,6 +82,7 @@ int kvmem_cells_read(const kvmem_memory * memory, int32_t cell, int32_t * pos, u
     if (!in_range(memory, cell, n)) {
         return fail(KVMEM_ERR_ARGUMENT, "cells to read lie outside the cache");
     }
+    const_cast<kvmem_memory *>(memory)->flush_clears();
     const auto & cells = memory->cells();
     for (uint32_t i = 0; i < n; ++i) {
         pos[i] = cells.is_empty(cell + i) ? -1 : cells.pos_get(cell + i);
@@ -73,6 +91,7 @@ int kvmem_cells_read(const kvmem_memory * memory, int32_t cell, int32_t * pos, u
 }
 
 uint32_t kvmem_cells_used(const kvmem_memory * memory) {
+    const_cast<kvmem_memory *>(memory)->flush_clears();
     return memory->cells().get_used();
 }
 
@@ -122,6 +141,42 @@ int kvmem_rows_get(kvmem_memory * memory, const int32_t * slots, uint8_t * const
 
 int kvmem_rows_set(kvmem_memory * memory, const int32_t * slots, const uint8_t * const * payloads, uint32_t n) {
     return transfer(memory, slots, n, [&](kvmem_transfer & way) { way.set(slots, payloads, n); });
+}
+
+int kvmem_blocks_in(kvmem_memory * memory, const int32_t * slots, const uint8_t * const * payloads,
+        const kvmem_cell_meta * const * meta, uint32_t n) {
+    constexpr uint32_t n_worth_a_thread = 8;
+    const uint32_t block_tokens = memory->block_tokens;
+    return transfer(memory, slots, n, [&](kvmem_transfer & way) {
+        bool published = true;
+        auto cells = [&] {
+            memory->flush_clears();
+            for (uint32_t i = 0; i < n && published; ++i) {
+                published = publish(memory, slots[i] * block_tokens, meta[i], block_tokens);
+            }
+        };
+        // llama.cpp keeps cells in ordered sets: for a whole window that takes as long as the copies
+        std::thread beside;
+        if (n >= n_worth_a_thread) {
+            beside = std::thread(cells);
+        }
+        try {
+            way.set(slots, payloads, n);
+        } catch (...) {
+            if (beside.joinable()) {
+                beside.join();
+            }
+            throw;
+        }
+        if (beside.joinable()) {
+            beside.join();
+        } else {
+            cells();
+        }
+        if (!published) {
+            throw std::runtime_error("a cell to publish is in use");
+        }
+    });
 }
 
 int kvmem_rows_move(kvmem_memory * memory, int32_t source, int32_t target) {

@@ -62,6 +62,7 @@ kvmem_memory::kvmem_memory(std::unique_ptr<llama_memory_i> owned) : inner(std::m
 }
 
 llama_memory_context_ptr kvmem_memory::init_batch(llama_batch_allocr & balloc, uint32_t n_ubatch, bool embd_all) {
+    flush_clears();
     return inner->init_batch(balloc, n_ubatch, embd_all);
 }
 
@@ -79,11 +80,13 @@ bool kvmem_memory::get_can_shift() const {
 }
 
 void kvmem_memory::clear(bool data) {
+    clears.clear();
     inner->clear(data);
     recurrent_valid = true;
 }
 
 bool kvmem_memory::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+    flush_clears();
     if (!recr) {
         return inner->seq_rm(seq_id, p0, p1);
     }
@@ -113,10 +116,12 @@ void kvmem_memory::seq_div(llama_seq_id, llama_pos, llama_pos, int) {
 }
 
 llama_pos kvmem_memory::seq_pos_min(llama_seq_id seq_id) const {
+    const_cast<kvmem_memory *>(this)->flush_clears();
     return inner->seq_pos_min(seq_id);
 }
 
 llama_pos kvmem_memory::seq_pos_max(llama_seq_id seq_id) const {
+    const_cast<kvmem_memory *>(this)->flush_clears();
     return inner->seq_pos_max(seq_id);
 }
 

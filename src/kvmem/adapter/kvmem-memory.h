@@ -62,6 +62,9 @@ struct kvmem_memory : public llama_memory_i {
 
     std::vector<kvmem_piece> pieces() const;
 
+    // forgets the cells that are queued for it
+    void flush_clears();
+
     llama_kv_cells &       cells();
     const llama_kv_cells & cells() const;
 
@@ -73,6 +76,7 @@ struct kvmem_memory : public llama_memory_i {
 
     std::vector<kvmem_layer_data> layers;
     std::vector<int32_t>          placed;              // cells of the next decode call
+    std::vector<std::pair<int32_t, uint32_t>> clears;  // (first cell, count) to forget: done beside the copies of kvmem_blocks_in
     uint32_t                      n_used_at_place = 0; // tells how far a batch has got, also when llama.cpp plans it twice
     std::unique_ptr<kvmem_transfer> transfer;
     uint32_t                      block_tokens = 0;

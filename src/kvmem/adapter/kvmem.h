@@ -89,7 +89,7 @@ KVMEM_API void     kvmem_memory_bytes(const kvmem_memory * memory, size_t * atte
 KVMEM_API int kvmem_cells_place(kvmem_memory * memory, const int32_t * cells, uint32_t n);
 // Make n cells from `cell` on visible to attention as holding these tokens.
 KVMEM_API int kvmem_cells_publish(kvmem_memory * memory, int32_t cell, const kvmem_cell_meta * meta, uint32_t n);
-// Forget n cells from `cell` on. Never touches the recurrent state.
+// Forget n cells from `cell` on, before anything else is done with cells. Never touches the recurrent state.
 KVMEM_API int kvmem_cells_clear(kvmem_memory * memory, int32_t cell, uint32_t n);
 // pos and token of each cell, or pos -1; for checks
 KVMEM_API int kvmem_cells_read(const kvmem_memory * memory, int32_t cell, int32_t * pos, uint32_t n);
@@ -100,6 +100,9 @@ KVMEM_API uint32_t kvmem_cells_used(const kvmem_memory * memory);
 KVMEM_API size_t kvmem_payload_bytes(const kvmem_memory * memory);
 KVMEM_API int kvmem_rows_get (kvmem_memory * memory, const int32_t * slots, uint8_t * const * payloads, uint32_t n);
 KVMEM_API int kvmem_rows_set (kvmem_memory * memory, const int32_t * slots, const uint8_t * const * payloads, uint32_t n);
+// kvmem_rows_set and kvmem_cells_publish of n whole blocks at the same time; after an error some cells may be published.
+KVMEM_API int kvmem_blocks_in(kvmem_memory * memory, const int32_t * slots, const uint8_t * const * payloads,
+        const kvmem_cell_meta * const * meta, uint32_t n);
 KVMEM_API int kvmem_rows_move(kvmem_memory * memory, int32_t source, int32_t target);
 // How rows are copied: "generic" or "cuda"
 KVMEM_API const char * kvmem_transfer_name(const kvmem_memory * memory);

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvmem.config import MemoryConfig, PoolSizes
 from kvmem.kv.budget import HostBudget
 from kvmem.kv.lexical import LexicalIndex
+from kvmem.kv.score import ScoreScratch
 from kvmem.kv.scorers import UNCALIBRATED_SLICE_TOKENS
 from kvmem.kv.summary import KeySummaries
 from kvmem.kv.summary_worker import SummaryWorker
@@ -104,6 +105,7 @@ class TieredMemory:
             self.layout, self.layout.pairs(), UNCALIBRATED_SLICE_TOKENS, self.host
         )
         self.worker = SummaryWorker(self.summaries)
+        self.scratch = ScoreScratch(self.host)
         self.lexical = LexicalIndex(self.block_tokens, budget=self.host)
         self.store_s = 0.0
 

@@ -65,6 +65,7 @@ def score(memory: TieredMemory, query: Query | None, scorer: str = DEFAULT_SCORE
             query=query,
             summaries=memory.summaries,
             lexical=memory.lexical,
+            scratch=memory.scratch,
         ),
     )
 

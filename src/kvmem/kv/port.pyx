@@ -52,6 +52,14 @@ cdef class DevicePort:
     cdef int stage_in(self, const SlotId *slots, const unsigned char **payloads, int n) except -1:
         raise NotImplementedError("stage_in")
 
+    cdef int bring_in(self, const SlotId *slots, const unsigned char **payloads, const CellMeta **meta,
+                      int n) except -1:
+        cdef int i
+        self.stage_in(slots, payloads, n)
+        for i in range(n):
+            self.publish(slots[i] * self.block_tokens, meta[i], self.block_tokens)
+        return 0
+
     cdef int move(self, SlotId source, SlotId target) except -1:
         raise NotImplementedError("move")
 

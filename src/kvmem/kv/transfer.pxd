@@ -20,6 +20,7 @@ cdef class Stager:
     cdef SlotId *_slots
     cdef unsigned char **_records
     cdef unsigned char **_payloads
+    cdef const CellMeta **_metas
     cdef CellMeta *_meta                 # one block
 
     cdef bint has_copy(self, BlockId block) noexcept nogil

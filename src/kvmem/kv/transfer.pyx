@@ -52,15 +52,17 @@ cdef class Stager:
         self._slots = <SlotId *>calloc(residency.n_slots, sizeof(SlotId))
         self._records = <unsigned char **>calloc(residency.n_slots, sizeof(unsigned char *))
         self._payloads = <unsigned char **>calloc(residency.n_slots, sizeof(unsigned char *))
+        self._metas = <const CellMeta **>calloc(residency.n_slots, sizeof(CellMeta *))
         self._meta = <CellMeta *>calloc(table.block_tokens, sizeof(CellMeta))
         if (self._slots == NULL or self._records == NULL or self._payloads == NULL
-                or self._meta == NULL):
+                or self._metas == NULL or self._meta == NULL):
             raise MemoryError("no memory for the transfer lists")
 
     def __dealloc__(self):
         free(self._slots)
         free(self._records)
         free(self._payloads)
+        free(<void *>self._metas)
         free(self._meta)
 
     def perform(self, placement):
@@ -164,11 +166,9 @@ cdef class Stager:
         for i in range(n):
             self._records[i] = self._copy_of(blocks[i])
             self._payloads[i] = self._store.payload(self._records[i])
+            self._metas[i] = self._store.meta(self._records[i])
         try:
-            self._port.stage_in(slots, <const unsigned char **>self._payloads, n)
-            for i in range(n):
-                self._port.publish(slots[i] * block_tokens, self._store.meta(self._records[i]),
-                                   block_tokens)
+            self._port.bring_in(slots, <const unsigned char **>self._payloads, self._metas, n)
         except BaseException:
             for i in range(n):
                 self._port.clear(slots[i] * block_tokens, block_tokens)

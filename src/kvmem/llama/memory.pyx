@@ -53,6 +53,14 @@ cdef class LlamaPort(DevicePort):
             status = a.kvmem_rows_set(memory, slots, payloads, n)
         return _check(status)
 
+    cdef int bring_in(self, const SlotId *slots, const unsigned char **payloads, const CellMeta **meta,
+                      int n) except -1:
+        cdef a.kvmem_memory *memory = self.context.memory()
+        cdef int status
+        with nogil:
+            status = a.kvmem_blocks_in(memory, slots, payloads, <const a.kvmem_cell_meta **>meta, n)
+        return _check(status)
+
     cdef int move(self, SlotId source, SlotId target) except -1:
         cdef a.kvmem_memory *memory = self.context.memory()
         cdef int status
