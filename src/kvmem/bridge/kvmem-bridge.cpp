@@ -20,8 +20,8 @@ void kvmem_guard_hand_out(const std::string & text, char ** out, size_t * n_out)
     }
     std::memcpy(copy, text.data(), text.size());
     copy[text.size()] = '\0';
-    *out   = copy;
-    *n_out = text.size();
+    *out              = copy;
+    *n_out            = text.size();
 }
 
 void kvmem_guard_silence_log() noexcept {

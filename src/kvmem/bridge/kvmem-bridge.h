@@ -17,7 +17,7 @@ extern "C" {
 #define KVMEM_BRIDGE_API __attribute__((visibility("default")))
 
 enum kvmem_bridge_status {
-    KVMEM_BRIDGE_OK          =  0,
+    KVMEM_BRIDGE_OK          = 0,
     KVMEM_BRIDGE_ERR_INVALID = -1, // the caller's data breaks a rule
     KVMEM_BRIDGE_ERR_FAILED  = -2, // llama-common refused or failed
     KVMEM_BRIDGE_ERR_MEMORY  = -3,
@@ -34,7 +34,8 @@ KVMEM_BRIDGE_API void kvmem_bridge_text_free(char * text);
 
 // The model's chat template, or `source` (Jinja) in its place where n_source > 0.
 // The model is read during the call only.
-KVMEM_BRIDGE_API int  kvmem_chat_init(const struct llama_model * model, const char * source, size_t n_source, kvmem_chat ** out);
+KVMEM_BRIDGE_API int kvmem_chat_init(
+        const struct llama_model * model, const char * source, size_t n_source, kvmem_chat ** out);
 KVMEM_BRIDGE_API void kvmem_chat_free(kvmem_chat * chat);
 
 // {"source": text, "explicit": bool, "thinking": bool, "caps": {name: bool}}
@@ -44,16 +45,19 @@ KVMEM_BRIDGE_API int kvmem_chat_info(const kvmem_chat * chat, char ** text, size
 //           "enable_thinking"?: bool, "add_generation_prompt"?: bool, "json_schema"?: {..}, "grammar"?: text}
 // result:  {"prompt", "generation_prompt", "grammar", "grammar_lazy", "stops": [..], "thinking_start",
 //           "thinking_ends": [..], "preserved_tokens": [..], "format"}
-KVMEM_BRIDGE_API int kvmem_chat_render(const kvmem_chat * chat, const char * request, size_t n_request, char ** text, size_t * n_text);
+KVMEM_BRIDGE_API int kvmem_chat_render(
+        const kvmem_chat * chat, const char * request, size_t n_request, char ** text, size_t * n_text);
 
 // params: any of the sampling fields that kvmem-sampler.cpp lists; an unknown one is an error.
 // The model must outlive the handle.
-KVMEM_BRIDGE_API int  kvmem_sampler_init(const struct llama_model * model, const char * params, size_t n_params, kvmem_sampler ** out);
+KVMEM_BRIDGE_API int kvmem_sampler_init(
+        const struct llama_model * model, const char * params, size_t n_params, kvmem_sampler ** out);
 KVMEM_BRIDGE_API int  kvmem_sampler_clone(const kvmem_sampler * sampler, kvmem_sampler ** out);
 KVMEM_BRIDGE_API void kvmem_sampler_free(kvmem_sampler * sampler);
 
 // Choose a token from the logits of one output row of the last batch, without accepting it.
-KVMEM_BRIDGE_API int kvmem_sampler_sample(kvmem_sampler * sampler, struct llama_context * ctx, int32_t row, int32_t * token);
+KVMEM_BRIDGE_API int kvmem_sampler_sample(
+        kvmem_sampler * sampler, struct llama_context * ctx, int32_t row, int32_t * token);
 
 // Add a token to the penalty history. A generated token also advances the grammar, if there is one, and then has
 // to be the one that was sampled last: the grammar aborts the process on a token that it does not allow.

@@ -13,9 +13,9 @@ int kvmem_chat_init(const struct llama_model * model, const char * source, size_
         if (model == nullptr && n_source == 0) {
             throw kvmem_invalid("neither a model nor a template was given");
         }
-        auto chat = std::make_unique<kvmem_chat>();
+        auto chat       = std::make_unique<kvmem_chat>();
         chat->templates = common_chat_templates_init(model, std::string(source ? source : "", n_source));
-        *out = chat.release();
+        *out            = chat.release();
     });
 }
 
@@ -26,7 +26,7 @@ void kvmem_chat_free(kvmem_chat * chat) {
 int kvmem_chat_info(const kvmem_chat * chat, char ** text, size_t * n_text) {
     return kvmem_guard([&] {
         const auto * templates = chat->templates.get();
-        common_json caps = common_json::object();
+        common_json  caps      = common_json::object();
         for (const auto & [name, value] : common_chat_templates_get_caps(templates)) {
             caps[name] = value;
         }
@@ -75,16 +75,16 @@ int kvmem_chat_render(const kvmem_chat * chat, const char * request, size_t n_re
             throw kvmem_invalid(e.what());
         }
         const common_chat_params params = common_chat_templates_apply(chat->templates.get(), inputs);
-        common_json result = common_json::object();
-        result["prompt"]            = params.prompt;
-        result["generation_prompt"] = params.generation_prompt;
-        result["grammar"]           = params.grammar;
-        result["grammar_lazy"]      = params.grammar_lazy;
-        result["stops"]             = params.additional_stops;
-        result["thinking_start"]    = params.thinking_start_tag;
-        result["thinking_ends"]     = params.thinking_end_tags;
-        result["preserved_tokens"]  = params.preserved_tokens;
-        result["format"]            = common_chat_format_name(params.format);
+        common_json              result = common_json::object();
+        result["prompt"]                = params.prompt;
+        result["generation_prompt"]     = params.generation_prompt;
+        result["grammar"]               = params.grammar;
+        result["grammar_lazy"]          = params.grammar_lazy;
+        result["stops"]                 = params.additional_stops;
+        result["thinking_start"]        = params.thinking_start_tag;
+        result["thinking_ends"]         = params.thinking_end_tags;
+        result["preserved_tokens"]      = params.preserved_tokens;
+        result["format"]                = common_chat_format_name(params.format);
         kvmem_guard_hand_out(result.dump_safe(), text, n_text);
     });
 }

@@ -22,7 +22,8 @@ void kvmem_guard_hand_out(const std::string & text, char ** out, size_t * n_out)
 void kvmem_guard_silence_log() noexcept;
 
 // runs body; turns what it throws into a status and a last error
-template <typename F> int kvmem_guard(F && body) noexcept {
+template <typename F>
+int kvmem_guard(F && body) noexcept {
     try {
         body();
         return KVMEM_BRIDGE_OK;

@@ -17,7 +17,8 @@ struct kvmem_sampler {
 
 using field_reader = std::function<void(common_params_sampling &, const common_json &)>;
 
-template <typename T> static field_reader number(T common_params_sampling::* member) {
+template <typename T>
+static field_reader number(T common_params_sampling::* member) {
     return [member](common_params_sampling & params, const common_json & value) {
         if (!value.is_number()) {
             throw kvmem_invalid("a number is needed, not " + value.dump());
@@ -67,36 +68,36 @@ static void read_grammar(common_params_sampling & params, const common_json & va
 }
 
 static const std::map<std::string, field_reader> & field_readers() {
-    using p = common_params_sampling;
+    using p                                                  = common_params_sampling;
     static const std::map<std::string, field_reader> readers = {
-        { "seed",               number(&p::seed)               },
-        { "min_keep",           number(&p::min_keep)           },
-        { "temperature",        number(&p::temp)               },
-        { "dynatemp_range",     number(&p::dynatemp_range)     },
-        { "dynatemp_exponent",  number(&p::dynatemp_exponent)  },
-        { "top_k",              number(&p::top_k)              },
-        { "top_p",              number(&p::top_p)              },
-        { "min_p",              number(&p::min_p)              },
-        { "typical_p",          number(&p::typ_p)              },
-        { "top_n_sigma",        number(&p::top_n_sigma)        },
-        { "xtc_probability",    number(&p::xtc_probability)    },
-        { "xtc_threshold",      number(&p::xtc_threshold)      },
-        { "repeat_penalty",     number(&p::penalty_repeat)     },
-        { "repeat_last_n",      number(&p::penalty_last_n)     },
-        { "presence_penalty",   number(&p::penalty_present)    },
-        { "frequency_penalty",  number(&p::penalty_freq)       },
-        { "dry_multiplier",     number(&p::dry_multiplier)     },
-        { "dry_base",           number(&p::dry_base)           },
+        { "seed", number(&p::seed) },
+        { "min_keep", number(&p::min_keep) },
+        { "temperature", number(&p::temp) },
+        { "dynatemp_range", number(&p::dynatemp_range) },
+        { "dynatemp_exponent", number(&p::dynatemp_exponent) },
+        { "top_k", number(&p::top_k) },
+        { "top_p", number(&p::top_p) },
+        { "min_p", number(&p::min_p) },
+        { "typical_p", number(&p::typ_p) },
+        { "top_n_sigma", number(&p::top_n_sigma) },
+        { "xtc_probability", number(&p::xtc_probability) },
+        { "xtc_threshold", number(&p::xtc_threshold) },
+        { "repeat_penalty", number(&p::penalty_repeat) },
+        { "repeat_last_n", number(&p::penalty_last_n) },
+        { "presence_penalty", number(&p::penalty_present) },
+        { "frequency_penalty", number(&p::penalty_freq) },
+        { "dry_multiplier", number(&p::dry_multiplier) },
+        { "dry_base", number(&p::dry_base) },
         { "dry_allowed_length", number(&p::dry_allowed_length) },
         { "dry_penalty_last_n", number(&p::dry_penalty_last_n) },
-        { "mirostat",           read_mirostat                  },
-        { "mirostat_tau",       number(&p::mirostat_tau)       },
-        { "mirostat_eta",       number(&p::mirostat_eta)       },
-        { "n_probs",            number(&p::n_probs)            },
-        { "samplers",           read_samplers                  },
-        { "logit_bias",         read_logit_bias                }, // [[token, bias], ..]
-        { "grammar",            read_grammar                   }, // GBNF
-        { "ignore_eos",         [](p & params, const common_json & value) { params.ignore_eos = value.get<bool>(); } },
+        { "mirostat", read_mirostat },
+        { "mirostat_tau", number(&p::mirostat_tau) },
+        { "mirostat_eta", number(&p::mirostat_eta) },
+        { "n_probs", number(&p::n_probs) },
+        { "samplers", read_samplers },
+        { "logit_bias", read_logit_bias }, // [[token, bias], ..]
+        { "grammar", read_grammar },       // GBNF
+        { "ignore_eos", [](p & params, const common_json & value) { params.ignore_eos = value.get<bool>(); } },
     };
     return readers;
 }
@@ -133,8 +134,8 @@ int kvmem_sampler_init(const struct llama_model * model, const char * params, si
             throw kvmem_invalid(e.what());
         }
         common_params_sampling sampling = read_params(json);
-        const llama_vocab * vocab   = llama_model_get_vocab(model);
-        const int32_t       n_vocab = llama_vocab_n_tokens(vocab);
+        const llama_vocab *    vocab    = llama_model_get_vocab(model);
+        const int32_t          n_vocab  = llama_vocab_n_tokens(vocab);
         for (const auto & bias : sampling.logit_bias) {
             if (bias.token < 0 || bias.token >= n_vocab) {
                 throw kvmem_invalid("logit_bias: token " + std::to_string(bias.token) + " is not in the vocabulary");
@@ -157,7 +158,7 @@ int kvmem_sampler_init(const struct llama_model * model, const char * params, si
         }
         sampler->n_vocab     = n_vocab;
         sampler->has_grammar = !sampling.grammar.empty();
-        *out = sampler.release();
+        *out                 = sampler.release();
     });
 }
 
@@ -168,7 +169,7 @@ int kvmem_sampler_clone(const kvmem_sampler * sampler, kvmem_sampler ** out) {
         copy->n_vocab     = sampler->n_vocab;
         copy->sampled     = sampler->sampled;
         copy->has_grammar = sampler->has_grammar;
-        *out = copy.release();
+        *out              = copy.release();
     });
 }
 
@@ -183,7 +184,7 @@ int kvmem_sampler_sample(kvmem_sampler * sampler, struct llama_context * ctx, in
             throw kvmem_invalid("row " + std::to_string(row) + " of the last batch has no logits");
         }
         sampler->sampled = common_sampler_sample(sampler->sampler.get(), ctx, row);
-        *token = sampler->sampled;
+        *token           = sampler->sampled;
     });
 }
 

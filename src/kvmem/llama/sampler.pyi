@@ -1,11 +1,12 @@
 from collections.abc import Mapping
-from typing import Self
+from typing import Self, final
 
 from kvmem.llama.context import Context
 from kvmem.llama.model import Model
 
 __all__ = ["Sampler"]
 
+@final
 class Sampler:
     model: Model
     def __init__(self, model: Model, params: Mapping[str, object] | None = None) -> None: ...

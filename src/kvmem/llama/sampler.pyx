@@ -2,6 +2,7 @@
 
 import json
 
+cimport cython
 from libc.stdint cimport int32_t
 
 from kvmem.errors import CapacityError, EngineError, RequestError, StateError
@@ -13,6 +14,7 @@ from kvmem.llama.model cimport Model
 __all__ = ["Sampler"]
 
 
+@cython.final
 cdef class Sampler:
     """Owns one sampler chain with its penalty history. Make a new one for each request.
 

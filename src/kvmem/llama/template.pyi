@@ -1,10 +1,11 @@
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, final
 
 from kvmem.llama.model import Model
 
 __all__ = ["ChatTemplate"]
 
+@final
 class ChatTemplate:
     def __init__(self, model: Model | None = None, source: str = "") -> None: ...
     def close(self) -> None: ...

@@ -2,6 +2,8 @@
 
 import json
 
+cimport cython
+
 from kvmem.errors import CapacityError, ModelError, RequestError, StateError
 from kvmem.llama cimport c_bridge as c
 from kvmem.llama.c_llama cimport llama_model
@@ -10,6 +12,7 @@ from kvmem.llama.model cimport Model
 __all__ = ["ChatTemplate"]
 
 
+@cython.final
 cdef class ChatTemplate:
     """Owns one parsed template. Any number of threads may render at the same time.
 
