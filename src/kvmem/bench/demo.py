@@ -30,13 +30,14 @@ Report = Callable[[str, int, int], None]
 ANSWER_TOKENS = 24
 READ_TOKENS = 256
 """Tokens between two reports of progress."""
-ROOM_TOKENS = 256
-"""Workspace behind the history for a question and its answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSpec:
-    """Sizes of the demo. n_tokens: length of the history."""
+    """Sizes of the demo.
+
+    n_tokens: length of the history; room_tokens: workspace behind it for a question and an answer.
+    """
 
     model: Path
     seed: int = 0
@@ -44,6 +45,7 @@ class DemoSpec:
     budget_tokens: int = 512
     reserve_tokens: int = 128
     block_tokens: int = 32
+    room_tokens: int = 256
     n_threads: int | None = None
 
     def engine(self, *, tiered: bool) -> EngineConfig:
@@ -51,7 +53,7 @@ class DemoSpec:
             model=ModelConfig(path=self.model, n_gpu_layers=0, n_threads=self.n_threads),
             memory=MemoryConfig(
                 enabled=tiered,
-                workspace_tokens=self.n_tokens + ROOM_TOKENS,
+                workspace_tokens=self.n_tokens + self.room_tokens,
                 budget_tokens=self.budget_tokens,
                 reserve_tokens=self.reserve_tokens,
                 block_tokens=self.block_tokens,

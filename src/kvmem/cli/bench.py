@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 from typer import Option
 
 from kvmem.bench import demo_model
@@ -16,7 +15,7 @@ from kvmem.bench.report import gate_table, recall_table, speed_table
 from kvmem.bench.speed import SpeedSpec, run_speed
 from kvmem.bench.speed_summary import ratios, speed_rows
 from kvmem.bench.summary import gates, summarise
-from kvmem.cli.progress import progress
+from kvmem.cli.progress import progress, table_console
 from kvmem.config import KvType
 from kvmem.errors import ConfigError
 
@@ -102,7 +101,7 @@ def recall(
             f"{spec.seeds.start}..{spec.seeds.stop - 1}), budget {budget} in units of {block}"
             f"{', scores SHUFFLED' if shuffle else ''}"
         )
-        console = Console()
+        console = table_console()
         console.print(recall_table(rows, title))
         console.print(gate_table(bars))
     return 1 if gate and not all(bar.passed for bar in bars) else 0
@@ -151,7 +150,7 @@ def speed(
         print(json_line({**where, **fields}))
     else:
         title = f"{spec.model.name}, pool of {pool} cells, medians of {repeats} rounds"
-        Console().print(speed_table(rows, over, title))
+        table_console().print(speed_table(rows, over, title))
 
 
 def _model(path: Path | None) -> Path:

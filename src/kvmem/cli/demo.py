@@ -12,7 +12,7 @@ from typer import Option
 from kvmem.bench import demo_model
 from kvmem.bench.demo import Asked, DemoSpec, Result, run_demo, strip
 from kvmem.bench.record import environment, json_line
-from kvmem.cli.progress import progress
+from kvmem.cli.progress import progress, table_console
 
 
 def demo(
@@ -32,7 +32,7 @@ def demo(
         with progress(unit_bytes=True) as report:
             model = demo_model.fetch(report=report)
     spec = DemoSpec(model=model, seed=seed, n_threads=threads or None)
-    console = Console(highlight=False, quiet=as_json)
+    console = table_console(quiet=as_json)
     console.print(
         f"A history of {spec.n_tokens} tokens with six facts; {spec.budget_tokens} tokens of it "
         f"are visible at a time, in blocks of {spec.block_tokens}."

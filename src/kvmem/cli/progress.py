@@ -1,4 +1,4 @@
-"""Progress on stderr: bars on a terminal, silence elsewhere."""
+"""Progress on stderr (bars on a terminal, silence elsewhere) and tables on stdout."""
 
 import contextlib
 import sys
@@ -18,6 +18,15 @@ from rich.progress import (
 
 Report = Callable[[str, int, int], None]
 """Called with what is being done, units done, and units in all."""
+
+
+WIDE = 120
+"""Columns of a table that goes to a file or a pipe."""
+
+
+def table_console(*, quiet: bool = False) -> Console:
+    """A console on stdout: as wide as the terminal, or wide enough where there is none."""
+    return Console(highlight=False, quiet=quiet, width=None if sys.stdout.isatty() else WIDE)
 
 
 @contextlib.contextmanager

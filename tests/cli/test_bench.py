@@ -1,0 +1,85 @@
+"""`kvmem bench` and `kvmem demo` from the command line, on a tiny model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvmem.bench.demo_model import SMOLLM2
+from kvmem.cli.app import execute
+
+RECALL = ("bench", "recall", "--prompts", "1", "-t", "1", "--kvmem-scorer", "lexical")
+
+
+def test_recall_prints_a_table_and_writes_raw_records(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = tmp_path / "recall.jsonl"
+    assert execute([*RECALL, "-m", str(tiny_llama), "-o", str(raw)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    for word in ("gold recall", "stock", "full", "gold", "lexical", "recency", "seeds 0..0"):
+        assert word in captured.out
+    where, *records = [json.loads(line) for line in raw.read_text().splitlines()]
+    assert where["settings"]["budget_tokens"] == 512
+    assert where["model"] == tiny_llama.name
+    assert len(records) == 6 * 5
+    assert {record["policy"] for record in records} == {
+        "full", "stock", "gold", "lexical", "recency",
+    }  # fmt: skip
+
+
+def test_recall_as_json_is_one_object(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute([*RECALL, "-m", str(tiny_llama), "--json", "--shuffle"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["policy"]: row for row in found["rows"]}
+    assert rows["gold"]["gold_recall"] == [1.0, 1.0, 1.0]
+    assert rows["lexical"]["gold_recall"][0] < 0.8
+    assert found["settings"]["shuffle"] is True
+
+
+@pytest.mark.slow
+def test_a_random_model_misses_the_gates(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["bench", "recall", "--prompts", "1", "-t", "1", "--gate", "--shuffle"]
+    assert execute([*arguments, "-m", str(tiny_llama)]) == 1
+    assert "missed" in capsys.readouterr().out
+
+
+def test_speed_prints_each_system_beside_the_others(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--depth", "1024", "--pool-tokens", "256", "--prefill", "64", "--decode", "4"]
+    assert execute(["bench", "speed", "-m", str(tiny_llama), "-t", "1", *sizes]) == 0
+    out = capsys.readouterr().out
+    for word in ("kvmem", "stock", "window", "prefill", "decode", "medians of 5 rounds"):
+        assert word in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["recall", "--kvmem-scorer", "best"], "error: --kvmem-scorer is best, but must be one of"),
+        (["recall", "--kvmem-budget", "4096"], "below n_tokens=3072"),
+        (["speed", "--depth", "512"], "at least pool_tokens=1024"),
+        (["speed", "--repeats", "0"], "at least 1"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], line: str, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert execute(["bench", *arguments, "-m", str(tiny_llama)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert line in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_the_demo_fetches_nothing_when_a_model_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert execute(["demo", "-m", str(tmp_path / "no.gguf")]) == 1
+    assert "no.gguf" in capsys.readouterr().err
+    assert not (tmp_path / "kvmem" / SMOLLM2.file_name).exists()
