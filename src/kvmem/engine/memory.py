@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.config import MemoryConfig, PoolSizes
+from kvmem.engine.checkpoint import Checkpoints
 from kvmem.kv.budget import HostBudget
 from kvmem.kv.lexical import LexicalIndex
 from kvmem.kv.score import ScoreScratch
@@ -22,6 +23,9 @@ from kvmem.llama.context import CancelToken, Context
 from kvmem.llama.memory import LlamaPort
 
 __all__ = ["Memory", "Outputs", "PlainMemory", "TieredMemory", "slack_blocks", "text_positions"]
+
+# Some three seconds of prefill on a GPU, against 150 MiB of host memory a checkpoint.
+CHECKPOINT_GAP_TOKENS = 8192
 
 I32 = NDArray[np.int32]
 Outputs = Literal["last", "all", "none"] | Sequence[int]
@@ -107,7 +111,9 @@ class TieredMemory:
         self.worker = SummaryWorker(self.summaries)
         self.scratch = ScoreScratch(self.host)
         self.lexical = LexicalIndex(self.block_tokens, budget=self.host)
+        self.checkpoints = Checkpoints(context, self.host)
         self.store_s = 0.0
+        self.checkpoint_s = 0.0
 
     @property
     def n_tokens(self) -> int:
@@ -118,9 +124,22 @@ class TieredMemory:
         return self.working_set.tokens
 
     @property
-    def can_rewind(self) -> bool:
-        """Whether any suffix can be forgotten; a recurrent state holds every token it has seen."""
-        return not self.port.is_hybrid
+    def is_hybrid(self) -> bool:
+        """Whether a recurrent state stands beside the attention cache: it can go back to checkpoints only."""
+        return self.port.is_hybrid
+
+    def save_checkpoint(self) -> None:
+        """Make it possible to go back to this point of the history; on attention alone it always is."""
+        if self.is_hybrid and self.n_tokens > 0:
+            started = perf_counter()
+            self.checkpoints.save(self.n_tokens)
+            self.checkpoint_s += perf_counter() - started
+
+    def spread_checkpoint(self) -> None:
+        """Save one where the last is far behind: what a change in the middle of a history costs to read again."""
+        newest = self.checkpoints.positions[-1] if len(self.checkpoints) else 0
+        if self.n_tokens - newest >= CHECKPOINT_GAP_TOKENS:
+            self.save_checkpoint()
 
     @property
     def device_bytes(self) -> int:
@@ -138,7 +157,7 @@ class TieredMemory:
         cancel: CancelToken | None = None,
         reply: bool = False,
     ) -> None:
-        """Run one batch and append it. After an error the history is as before (a hybrid: see `truncate`)."""
+        """Run one batch and append it. After an error the history is as before, or at the checkpoint before that."""
         ws = self.working_set
         start = ws.n_tokens
         ws.prepare(len(tokens), reply=reply)
@@ -149,8 +168,8 @@ class TieredMemory:
             )
         except BaseException:
             ws.rollback()
-            if not self.can_rewind:
-                self.clear()
+            if self.is_hybrid:  # the state has seen a part of the batch
+                self._go_back(start)
             raise
         ws.commit(tokens, pos)
 
@@ -218,18 +237,35 @@ class TieredMemory:
         self.store_s += perf_counter() - started
 
     def truncate(self, n_tokens: int) -> None:
-        """Forget the tokens from n_tokens on; a hybrid, whose state cannot be rewound, forgets everything."""
+        """Forget the tokens from n_tokens on; a hybrid goes back to the checkpoint at or before, if need be to nothing."""
         if n_tokens >= self.n_tokens:
             return
-        if not self.can_rewind:
+        if self.is_hybrid:
+            self._go_back(n_tokens)
+        else:
+            self._truncate_attention(n_tokens)
+
+    def _go_back(self, n_tokens: int) -> None:
+        """Restore the recurrent state at or before n_tokens, and the attention part to the same point: both or nothing."""
+        checkpoint = self.checkpoints.nearest(n_tokens)
+        if checkpoint is None:
             self.clear()
             return
+        try:
+            self._truncate_attention(checkpoint.n_tokens)
+            self.checkpoints.restore(checkpoint)
+        except BaseException:
+            self.clear()
+            raise
+
+    def _truncate_attention(self, n_tokens: int) -> None:
         self._forget_scores(n_tokens // self.block_tokens)
         self.working_set.truncate(n_tokens)
 
     def clear(self) -> None:
         """Forget the whole history."""
         self._forget_scores(0)
+        self.checkpoints.clear()
         self.working_set.clear()
         self.context.clear()
 
@@ -245,6 +281,7 @@ class TieredMemory:
         assert self.lexical.n_blocks == self.summaries.n_blocks <= self.working_set.n_sealed
         assert self.port.n_cells_used == self.working_set.n_cells_used
         assert self.host.used <= self.host.limit
+        assert all(n <= self.n_tokens for n in self.checkpoints.positions)
 
     def close(self) -> None:
         """Free everything. A second call does nothing."""

@@ -99,14 +99,17 @@ class Session:
             memory = self.memory
             stats = RequestStats(prompt_tokens=len(tokens))
             try:
-                memory.truncate(min(_common_prefix(memory.tokens, tokens), len(tokens) - 1))
+                shared = min(_common_prefix(memory.tokens, tokens), len(tokens) - 1)
+                memory.truncate(shared)
                 stats.cached_tokens = stats.memory.reused_tokens = memory.n_tokens
                 yield PromptProgress(memory.n_tokens, len(tokens))
-                yield from self._read_prompt(prompt, tokens, stats.memory, cancel)
+                yield from self._read_prompt(prompt, tokens, shared, stats.memory, cancel)
+                self._save_checkpoint()
                 first_token_s = perf_counter() - started
                 reason = yield from decode_reply(
                     memory, self._vocab, sampler, tokens, params, self._workspace_tokens, stats, cancel
                 )
+                self._save_checkpoint()
             except Cancelled:
                 first_token_s = min(perf_counter() - started, stats.prompt_s or float("inf"))
                 reason = "cancelled"
@@ -120,9 +123,10 @@ class Session:
         times = report.times
         if isinstance(memory, TieredMemory):
             times.store_s, memory.store_s = memory.store_s, 0.0
+            times.checkpoint_s, memory.checkpoint_s = memory.checkpoint_s, 0.0
             report.device_bytes = memory.device_bytes
             report.host_bytes = memory.host.used
-        spent = times.read_s + times.query_s + times.score_s + times.move_s + times.replay_s
+        spent = times.read_s + times.query_s + times.score_s + times.move_s + times.replay_s + times.checkpoint_s
         # blocks are stored between the batches of a read or a reply: counted once, under store_s
         spent += times.decode_s + times.sample_s
         times.other_s = total_s - spent
@@ -130,13 +134,22 @@ class Session:
     # What is decided before a token is read, and how: docs/memory.md, "The life of a question".
 
     def _read_prompt(
-        self, prompt: Prompt, tokens: I32, report: MemoryReport, cancel: CancelToken | None
+        self,
+        prompt: Prompt,
+        tokens: I32,
+        shared: int,
+        report: MemoryReport,
+        cancel: CancelToken | None,
     ) -> Iterator[Event]:
         memory = self.memory
         n_total = len(tokens)
         if isinstance(memory, PlainMemory):
             yield from self._read_to(n_total, tokens, report, cancel)
             return
+        if memory.is_hybrid and memory.n_tokens < shared:
+            # agents change the end of a prompt again and again: next time there is a checkpoint where this one leaves
+            yield from self._read_to(shared, tokens, report, cancel)
+            memory.save_checkpoint()
         report.scorer = memory.scorer
         n_blocks = memory.n_blocks_of(n_total)
         if n_blocks <= memory.budget_blocks:
@@ -152,6 +165,10 @@ class Session:
             yield from self._read_by_first_pass(prompt, tokens, report, cancel)
         report.n_blocks = memory.working_set.n_blocks
         report.blocks = memory.working_set.resident().tolist()
+
+    def _save_checkpoint(self) -> None:
+        if isinstance(self.memory, TieredMemory):
+            self.memory.save_checkpoint()
 
     def _is_cached(self, span: Span | None, n_match: int) -> bool:
         """Whether the prompt continues below the question whose Q is at hand."""
@@ -178,6 +195,7 @@ class Session:
         start = n_match if span is None else max(n_match, span.start)
         start = self._tail_start(start, n_total)
         yield from self._read_to(start, tokens, report, cancel)
+        memory.save_checkpoint()
 
         content, why = _content_rows(span, start, n_total, prompt.query_fallback)
         started = perf_counter()
@@ -187,34 +205,22 @@ class Session:
         seen = memory.working_set.resident()
         self._query, self._query_span = (query, span) if span is not None else (None, None)
 
-        if memory.can_rewind:
-            selection = self._choose(query, start, n_total, report)
-            if np.isin(selection, seen).all():
-                memory.seal()
-                self._decide(report, "unchanged_selection", f"the first pass had seen the chosen blocks; query: {why}")
-            else:
-                memory.truncate(start)
-                self._apply(selection, report)
-                started = perf_counter()
-                memory.read(tokens[start:], cancel=cancel)
-                report.times.replay_s += perf_counter() - started
-                report.replayed_tokens += n_total - start
-                self._decide(report, "query_replay", f"query: {why}")
-        else:
+        selection = self._choose(query, start, n_total, report)
+        if np.isin(selection, seen).all():
             memory.seal()
-            pins = range(start // memory.block_tokens, memory.working_set.n_blocks)
-            started = perf_counter()
-            scores = retrieve.score(memory, query, memory.scorer)
-            selection = retrieve.choose(
-                memory,
-                scores,
-                n_blocks=memory.working_set.n_blocks,
-                budget_blocks=memory.budget_blocks,
-                pins=pins,
+            self._decide(
+                report,
+                "unchanged_selection",
+                f"the first pass had seen the chosen blocks; query: {why}",
             )
-            report.times.score_s += perf_counter() - started
+        else:
+            memory.truncate(start)
             self._apply(selection, report)
-            self._decide(report, "first_pass", f"a recurrent state cannot be rewound; query: {why}")
+            started = perf_counter()
+            memory.read(tokens[memory.n_tokens :], cancel=cancel)
+            report.times.replay_s += perf_counter() - started
+            report.replayed_tokens += n_total - start
+            self._decide(report, "query_replay", f"query: {why}")
         yield PromptProgress(n_total, n_total)
 
     def _tail_start(self, start: int, n_total: int) -> int:
@@ -236,6 +242,7 @@ class Session:
                 if end < stop:
                     end -= end % memory.block_tokens
                 memory.read(tokens[start:end], cancel=cancel)
+                memory.spread_checkpoint()
             else:
                 memory.decode(tokens[start:end], cancel=cancel)
             report.times.read_s += perf_counter() - started
@@ -301,6 +308,7 @@ class Session:
         array = np.asarray(tokens, np.int32)
         with self._turns.take():
             memory = self.tiered
+            memory.save_checkpoint()
             start = memory.n_tokens
             resident = memory.working_set.resident()
             try:
@@ -339,6 +347,7 @@ class Session:
         """
         array = np.asarray(tokens, np.int32)
         with self._turns.take():
+            self._save_checkpoint()
             memory = self.memory
             start = memory.n_tokens
             n_batch = memory.context.n_batch

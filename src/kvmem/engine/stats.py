@@ -12,7 +12,6 @@ Decision = Literal[
     "cached_query",  # chosen before the new tokens were read, by the question that they belong to
     "unchanged_selection",  # the first pass had seen what was then chosen
     "query_replay",  # the query was decoded again over the chosen blocks
-    "first_pass",  # a recurrent state cannot be rewound: chosen for the reply, the query is not decoded again
     "recency",  # no query could be found: the newest blocks
 ]
 
@@ -27,6 +26,7 @@ class PhaseTimes:
     move_s: float = 0.0  # copies between host and device for the selection
     replay_s: float = 0.0  # the query's second pass
     store_s: float = 0.0  # copies of completed blocks to the host
+    checkpoint_s: float = 0.0  # saving of recurrent states
     decode_s: float = 0.0  # reply tokens
     sample_s: float = 0.0
     other_s: float = 0.0

@@ -1,0 +1,54 @@
+"""The recurrent state of a hybrid model, as bytes: it cannot be rewound, only restored."""
+
+import numpy as np
+
+from kvmem.errors import StateError
+from kvmem.llama cimport c_adapter as a
+from kvmem.llama cimport c_llama as c
+from kvmem.llama import log
+from kvmem.llama.context cimport Context
+
+__all__ = ["is_state_valid", "restore_state", "save_state", "state_bytes"]
+
+cdef int SEQ = 0
+
+
+def state_bytes(Context context not None):
+    """Bytes that save_state writes now."""
+    cdef a.kvmem_memory *memory = context.memory()
+    if not a.kvmem_is_hybrid(memory):
+        raise StateError("the model keeps no recurrent state")
+    return c.llama_state_seq_get_size_ext(context.get(), SEQ, c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+
+
+def save_state(Context context not None, unsigned char[::1] out not None):
+    """Copy the recurrent state to ``out``: u8 [state_bytes]. Raises StateError if it is not usable (see is_state_valid)."""
+    cdef c.llama_context *ctx = context.get()
+    cdef size_t n_bytes = out.shape[0]
+    cdef size_t written
+    if not a.kvmem_recurrent_valid(context.memory()):
+        raise StateError("the recurrent state is not usable: restore one, or read the history again")
+    with nogil:
+        written = c.llama_state_seq_get_data_ext(ctx, &out[0], n_bytes, SEQ, c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+    if written != n_bytes:
+        errors = log.drain()
+        raise StateError("; ".join([f"the recurrent state has {written} bytes, not {n_bytes}", *errors]))
+
+
+def restore_state(Context context not None, const unsigned char[::1] state not None):
+    """Put a saved state back. After a StateError the state is not usable."""
+    cdef c.llama_context *ctx = context.get()
+    cdef a.kvmem_memory *memory = context.memory()
+    cdef size_t n_bytes = state.shape[0]
+    cdef size_t taken
+    with nogil:
+        taken = c.llama_state_seq_set_data_ext(ctx, &state[0], n_bytes, SEQ, c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+    if taken != n_bytes:
+        errors = log.drain()
+        raise StateError("; ".join(["the recurrent state could not be restored", *errors]))
+    a.kvmem_recurrent_restored(memory)
+
+
+def is_state_valid(Context context not None):
+    """False after a failed decode: the state has seen tokens that the history does not hold."""
+    return a.kvmem_recurrent_valid(context.memory()) != 0
