@@ -4,6 +4,10 @@ if(NOT CUDAToolkit_FOUND)
     message(FATAL_ERROR
         "kvmem: KVMEM_CUDA is on but no CUDA toolkit was found; put nvcc on PATH, set CUDAToolkit_ROOT, or turn it off.")
 endif()
+if(NOT TARGET CUDA::cublas)
+    message(FATAL_ERROR
+        "kvmem: the CUDA toolkit ${CUDAToolkit_VERSION} has no cuBLAS; install it (libcublas-dev), or turn KVMEM_CUDA off.")
+endif()
 if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 13.2 AND CUDAToolkit_VERSION VERSION_LESS 13.2.86)
     message(WARNING
         "kvmem: nvcc ${CUDAToolkit_VERSION} miscompiles IQ1_S, IQ2_S and IQ3_S weights; use 13.0, or 13.2.86 or newer.")
