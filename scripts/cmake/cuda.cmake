@@ -16,9 +16,18 @@ set(GGML_CUDA ON CACHE BOOL "" FORCE)
 # Flash-attention kernels in equal pairs; a pair that is not here still runs, through a conversion to F16.
 set(GGML_CUDA_FA_QUANTS "q4_0-q4_0;q5_0-q5_0;q8_0-q8_0;f16-f16" CACHE STRING "")
 
-# Before ggml does it, since the scatter kernel of the adapter needs the language in this folder. CMake would then choose
-# one architecture: these are ggml's own defaults for nvcc 13.
+# For the GPUs of this machine, or where it has none and in releases, for what ggml compiles for when it is not told.
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES 75-virtual 80-virtual 86-real 89-real 90-virtual 120a-real 121a-real)
+    find_program(KVMEM_NVIDIA_SMI nvidia-smi)
+    if(KVMEM_NVIDIA_SMI AND NOT KVMEM_RELEASE)
+        set(CMAKE_CUDA_ARCHITECTURES native)
+    else()
+        set(CMAKE_CUDA_ARCHITECTURES 75-virtual 80-virtual 86-real 89-real 90-virtual)
+        if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.8)
+            list(APPEND CMAKE_CUDA_ARCHITECTURES 120a-real)
+        endif()
+        if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.9)
+            list(APPEND CMAKE_CUDA_ARCHITECTURES 121a-real)
+        endif()
+    endif()
 endif()
-enable_language(CUDA)

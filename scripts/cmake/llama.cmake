@@ -21,6 +21,7 @@ if(KVMEM_RELEASE)
 endif()
 if(KVMEM_CUDA)
     include(scripts/cmake/cuda.cmake)
+    enable_language(CUDA)  # here and not only in ggml's folder: the adapter has a kernel
 endif()
 
 file(STRINGS ${CMAKE_CURRENT_SOURCE_DIR}/vendor/PIN build_line REGEX "^build = ")
