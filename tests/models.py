@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from handset import write_handset
 from tiny import KINDS, make_writer
 
 TinyWriter = Callable[..., Path]
@@ -66,3 +67,9 @@ def tiny_qwen35(tiny: TinyWriter) -> Path:
 def tiny_qwen35_mtp(tiny: TinyWriter) -> Path:
     """The hybrid with its multi-token-prediction block."""
     return tiny("qwen35_mtp")
+
+
+@pytest.fixture(scope="session")
+def handset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The hand-set hybrid: plays a script, and recalls a fact exactly or not at all."""
+    return write_handset(tmp_path_factory.mktemp("handset") / "handset.gguf", wrong_drafts=(5, 9))

@@ -67,7 +67,7 @@ class Shape:
         return (layer + 1) % self.attention_interval == 0
 
 
-class _Tensors:
+class Tensors:
     """Draws weights in call order and hands them to the writer."""
 
     def __init__(self, writer: gguf.GGUFWriter, seed: int) -> None:
@@ -95,12 +95,12 @@ class _Tensors:
 def write(path: Path, shape: Shape) -> Path:
     """Write a model of this shape to `path`, which is returned."""
     writer = gguf.GGUFWriter(str(path), shape.arch)
-    _add_metadata(writer, shape)
+    add_metadata(writer, shape)
     pre = "qwen35" if shape.arch == "qwen35" else "qwen2"
     n_vocab = len(tiny_vocab.add_vocabulary(writer, pre=pre, template=shape.template))
     writer.add_vocab_size(n_vocab)
 
-    tensors = _Tensors(writer, shape.seed)
+    tensors = Tensors(writer, shape.seed)
     # gemma3 multiplies embeddings by sqrt(n_embd): start small, or no layer would matter.
     embedding = shape.n_embd**-0.5 if shape.arch == "gemma3" else 1.0
     tensors.normal("token_embd.weight", (n_vocab, shape.n_embd), embedding)
@@ -110,15 +110,20 @@ def write(path: Path, shape: Shape) -> Path:
         _add_layer(tensors, shape, layer)
     if shape.mtp:
         _add_mtp_block(tensors, shape)
+    finish(writer)
+    return path
 
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write everything that was added, and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
-def _add_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
+def add_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    """Architecture, sizes and rotation, as llama.cpp reads them."""
     writer.add_name(f"tiny-{shape.arch}")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_context_length(shape.context_tokens)
@@ -156,13 +161,13 @@ def _add_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_uint32("gemma3.attention.sliding_window_pattern", shape.attention_interval)
 
 
-def _add_layer(tensors: _Tensors, shape: Shape, layer: int) -> None:
+def _add_layer(tensors: Tensors, shape: Shape, layer: int) -> None:
     prefix = f"blk.{layer}."
     tensors.ones(prefix + "attn_norm.weight", shape.n_embd)
     if shape.has_attention_cache(layer):
         _add_attention(tensors, shape, prefix)
     else:
-        _add_linear_attention(tensors, shape, prefix)
+        add_linear_attention(tensors, shape, prefix)
     after = "post_attention_norm" if shape.arch == "qwen35" else "ffn_norm"
     tensors.ones(prefix + after + ".weight", shape.n_embd)
     if shape.arch == "gemma3":
@@ -174,7 +179,7 @@ def _add_layer(tensors: _Tensors, shape: Shape, layer: int) -> None:
         _add_feed_forward(tensors, shape, prefix)
 
 
-def _add_attention(tensors: _Tensors, shape: Shape, prefix: str) -> None:
+def _add_attention(tensors: Tensors, shape: Shape, prefix: str) -> None:
     n_query = N_HEADS * shape.head_dim
     n_kv = N_KV_HEADS * shape.head_dim
     gated = 2 if shape.arch == "qwen35" else 1  # qwen35 keeps an output gate beside each query
@@ -190,7 +195,9 @@ def _add_attention(tensors: _Tensors, shape: Shape, prefix: str) -> None:
         tensors.ones(prefix + "attn_k_norm.weight", shape.head_dim, 1.5)
 
 
-def _add_linear_attention(tensors: _Tensors, shape: Shape, prefix: str) -> None:
+def add_linear_attention(
+    tensors: Tensors, shape: Shape, prefix: str, *, output_gain: float = 1.0
+) -> None:
     """A Gated DeltaNet layer: it has a recurrent state and no K or V."""
     keys = SSM_STATE * SSM_KEY_HEADS
     values = SSM_STATE * SSM_VALUE_HEADS
@@ -203,16 +210,16 @@ def _add_linear_attention(tensors: _Tensors, shape: Shape, prefix: str) -> None:
     tensors.matrix(prefix + "ssm_beta.weight", SSM_VALUE_HEADS, shape.n_embd)
     tensors.matrix(prefix + "ssm_alpha.weight", SSM_VALUE_HEADS, shape.n_embd)
     tensors.ones(prefix + "ssm_norm.weight", SSM_STATE)
-    tensors.matrix(prefix + "ssm_out.weight", shape.n_embd, values)
+    tensors.matrix(prefix + "ssm_out.weight", shape.n_embd, values, gain=output_gain)
 
 
-def _add_feed_forward(tensors: _Tensors, shape: Shape, prefix: str) -> None:
+def _add_feed_forward(tensors: Tensors, shape: Shape, prefix: str) -> None:
     tensors.matrix(prefix + "ffn_gate.weight", shape.n_ff, shape.n_embd)
     tensors.matrix(prefix + "ffn_up.weight", shape.n_ff, shape.n_embd)
     tensors.matrix(prefix + "ffn_down.weight", shape.n_embd, shape.n_ff)
 
 
-def _add_experts(tensors: _Tensors, shape: Shape, prefix: str) -> None:
+def _add_experts(tensors: Tensors, shape: Shape, prefix: str) -> None:
     wide, narrow = shape.n_embd, shape.n_ff
     tensors.matrix(prefix + "ffn_gate_inp.weight", N_EXPERTS, wide)
     tensors.normal(prefix + "ffn_gate_exps.weight", (N_EXPERTS, narrow, wide), wide**-0.5)
@@ -220,7 +227,7 @@ def _add_experts(tensors: _Tensors, shape: Shape, prefix: str) -> None:
     tensors.normal(prefix + "ffn_down_exps.weight", (N_EXPERTS, wide, narrow), narrow**-0.5)
 
 
-def _add_mtp_block(tensors: _Tensors, shape: Shape) -> None:
+def _add_mtp_block(tensors: Tensors, shape: Shape) -> None:
     """One attention layer that reads (embedding, hidden row) and drafts the token after next."""
     _add_layer(tensors, shape, shape.n_layers)
     prefix = f"blk.{shape.n_layers}.nextn."

@@ -100,7 +100,7 @@ PLAIN: Final = (
     Form.short("phone", "phone number of the {x}", TRADES, lambda rng: f"555-{digits(rng, 4)}"),
     Form.short("year", "founding year of the {x}", CLUBS, lambda rng: f"18{digits(rng, 2)}"),
     Form.short("time", "departure time of the {x}", TRAINS, _clock),
-    Form.short("serial", "serial number of the {x}", THINGS, lambda rng: digits(rng, 4)),
+    Form.short("weight", "weight of the {x}", THINGS, lambda rng: digits(rng, 2), " kilograms"),
 )
 """What a model of 135 million parameters can look up; each kind once in a history."""
 
