@@ -111,6 +111,7 @@ ENDLESS = {**SHORT, "max_tokens": 8000, "ignore_eos": True}
 def test_it_serves_notices_who_leaves_and_stops(tiny_llama: Path) -> None:
     with serving("-m", str(tiny_llama), *ARGS, "--alias", "tiny", "--verbose") as server:
         address = server.address()
+        assert any(re.match(r"device pool +640 +170.0 KiB", line) for line in server.seen)
         reply = post(address, SHORT)
         assert reply["model"] == "tiny"
         assert reply["usage"]["completion_tokens"] == 3

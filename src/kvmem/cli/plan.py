@@ -9,12 +9,14 @@ from typer import Option
 from kvmem.cli import logs, show
 from kvmem.cli.options import EngineOptions, takes
 from kvmem.config import EngineConfig, MemoryFacts, PoolSizes
+from kvmem.engine.engine import Engine
 from kvmem.engine.facts import memory_facts
+from kvmem.engine.memory import TieredMemory
 from kvmem.llama.context import Context
 from kvmem.llama.memory import LlamaPort
 from kvmem.llama.model import Model
 
-__all__ = ["Plan", "make_plan", "plan", "render_plan"]
+__all__ = ["Plan", "make_plan", "plan", "plan_of", "render_plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,20 @@ def _checkpoint_bytes(model: Model, config: EngineConfig) -> int:
         n_ubatch=1,
     ) as context:
         return LlamaPort(context).device_bytes()[1]
+
+
+def plan_of(engine: Engine) -> Plan:
+    """The plan that an engine runs by."""
+    memory = engine.memory
+    state = memory.port.device_bytes()[1] if isinstance(memory, TieredMemory) else 0
+    return Plan(
+        config=engine.config,
+        model=engine.model.description,
+        weight_bytes=engine.model.size_bytes,
+        checkpoint_bytes=state,
+        facts=engine.facts,
+        sizes=engine.sizes,
+    )
 
 
 def render_plan(made: Plan) -> str:

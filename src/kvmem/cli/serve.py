@@ -8,9 +8,10 @@ from typing import Annotated
 import uvicorn
 from typer import Option
 
-from kvmem.cli import logs, show
+from kvmem.cli import logs
 from kvmem.cli.options import EngineOptions, SamplingOptions, ServerOptions, takes
-from kvmem.config import EngineConfig, ServerConfig
+from kvmem.cli.plan import plan_of, render_plan
+from kvmem.config import ServerConfig
 from kvmem.errors import ConfigError
 from kvmem.server.app import create_app
 from kvmem.server.backend import Backend, EngineBackend
@@ -42,7 +43,8 @@ def serve(
 
         def announce(backend: Backend) -> None:
             assert isinstance(backend, EngineBackend)
-            _announce(backend, config, url)
+            print(render_plan(plan_of(backend.engine)), file=sys.stderr)
+            print(f"listening on {url}", file=sys.stderr, flush=True)
 
         def fail(error: BaseException) -> None:
             failures.append(error)
@@ -84,18 +86,3 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 def _host_for_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _announce(backend: EngineBackend, config: EngineConfig, url: str) -> None:
-    sizes, facts = backend.engine.sizes, backend.engine.facts
-    if config.memory.enabled:
-        print(
-            f"workspace {sizes.workspace_tokens:,} tokens, pool {sizes.budget_tokens:,} + "
-            f"{sizes.reserve_tokens:,} tokens in blocks of {sizes.block_tokens} "
-            f"({show.size(sizes.pool_tokens * facts.kv_bytes_per_token)}), host limit "
-            f"{show.size(sizes.host_limit_bytes)}",
-            file=sys.stderr,
-        )
-    else:
-        print(f"workspace {sizes.workspace_tokens:,} tokens, KV memory off", file=sys.stderr)
-    print(f"listening on {url}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from kvmem.engine.events import Done, Event
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams
 from kvmem.engine.stats import RequestStats
-from kvmem.errors import Cancelled, CapacityError, EngineError
+from kvmem.errors import Cancelled, CapacityError, EngineError, RequestError
 from kvmem.llama.context import CancelToken
 from kvmem.server.backend import Backend
 
@@ -79,6 +79,8 @@ class Generation:
                 if isinstance(event, Done):
                     _log_request(event)
         except Exception as error:
+            if not isinstance(error, RequestError | CapacityError):
+                _log.error("a request failed", exc_info=error)
             self._put(error)
 
     def refuse(self, reason: str) -> None:
