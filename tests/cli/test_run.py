@@ -2,7 +2,11 @@
 
 import io
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -97,3 +101,24 @@ def test_mistakes_are_one_line(
 def test_a_prompt_that_is_too_long(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("-m", str(tiny_llama), "-c", "64", "-p", "word " * 100) == 1
     assert "exceeds the available context size (64 tokens)" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_the_reading_of_a_long_prompt(tiny_llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "long.txt"
+    file.write_text("the tower on the hill " * 8_000)  # 104,000 tokens, many seconds
+    args = ["-m", str(tiny_llama), "-c", "200000", "-t", "1", "--kvmem-budget", "512"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvmem", "run", *args, "-f", str(file)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stderr is not None
+    with process.stderr as stderr:
+        # the last words before the reading begins
+        assert b"-c 200000 is above the 131072 tokens" in stderr.readline()
+        process.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        code = process.wait(60)
+    assert code == 130
+    assert time.monotonic() - started < 10  # far below what is left to read
