@@ -55,7 +55,7 @@ def configure(source: Path, tmp_path: Path) -> Configure:
         flags += [f"-DPython_EXECUTABLE={sys.executable}"]
         flags += [f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}", "-G", "Ninja"]
         offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
-        command = [find_tool("cmake"), "-S", source, "-B", tmp_path / "objects", *flags]
+        command = [find_tool("cmake"), "-S", str(source), "-B", str(tmp_path / "objects"), *flags]
         return subprocess.run(
             command,
             env={**os.environ, **offline, **(environment or {})},
@@ -150,7 +150,7 @@ def test_own_checkout_is_copied_and_patched(
     assert result.returncode == 0, result.stderr
     assert before == {path: path.stat().st_mtime_ns for path in checkout.rglob("*")}
     compiled = json.loads((tmp_path / "objects" / "compile_commands.json").read_text())
-    sources = {entry["file"] for entry in compiled if "llama-kv-cache.cpp" in entry["file"]}
+    sources = {str(entry["file"]) for entry in compiled if "llama-kv-cache.cpp" in entry["file"]}
     assert sources == {str(tmp_path / "objects" / "llama.cpp" / "src" / "llama-kv-cache.cpp")}
 
 
@@ -217,15 +217,15 @@ endif()
 """
 
 
-def configure_cuda(root: Path, folder: Path, version: str, found: str = "TRUE") -> str:
+def configure_cuda(root: Path, folder: Path, version: str, *, found: str = "TRUE") -> str:
     """What scripts/cmake/cuda.cmake says of a toolkit of that version."""
     (folder / "CMakeLists.txt").write_text(
         CUDA_PROJECT % (root / "scripts" / "cmake" / "cuda.cmake")
     )
     (folder / "FindCUDAToolkit.cmake").write_text(FIND_CUDA % (found, version))
     ninja = f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}"
-    command = [find_tool("cmake"), "-S", folder, "-B", folder / version, "-G", "Ninja", ninja]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [find_tool("cmake"), "-S", str(folder), "-B", str(folder / version), "-G", "Ninja"]
+    result = subprocess.run([*command, ninja], capture_output=True, text=True, check=False)
     return result.stdout + result.stderr
 
 

@@ -109,12 +109,19 @@ def read_literal(tree: ast.Module, name: str) -> object:
     return None
 
 
+def read_all(tree: ast.Module) -> list[str]:
+    """The names of `__all__`; empty if the module has none."""
+    named = read_literal(tree, "__all__") or []
+    assert isinstance(named, list)
+    return named
+
+
 @pytest.mark.parametrize(
     "path", [path for path in MODULES if path.name == "__init__.py"], ids=name_of
 )
 def test_packages_export_what_they_say(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    named = read_literal(tree, "__all__")
+    named = read_all(tree)
     imported = {
         alias.asname or alias.name
         for node in tree.body
@@ -129,15 +136,14 @@ def test_packages_export_what_they_say(path: Path) -> None:
             assert name in list_public(ast.parse(source.read_text(encoding="utf-8")))
         else:
             assert name in list_public(ast.parse(source.with_suffix(".pyi").read_text()))
-    assert sorted(named or []) == sorted(imported | list_public(tree) | lazy.keys())
+    assert sorted(named) == sorted(imported | list_public(tree) | lazy.keys())
 
 
 @pytest.mark.parametrize("path", [path for path in MODULES if path.suffix == ".pyi"], ids=name_of)
 def test_stubs_belong_to_a_module(path: Path) -> None:
     assert path.with_suffix(".pyx").is_file()
-    named = read_literal(ast.parse(path.read_text(encoding="utf-8")), "__all__")
-    if named is not None:
-        assert set(named) <= list_public(ast.parse(path.read_text(encoding="utf-8")))
+    stub = ast.parse(path.read_text(encoding="utf-8"))
+    assert set(read_all(stub)) <= list_public(stub)
 
 
 def test_no_file_names_a_machine_or_a_registry() -> None:
