@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from memory_driver import RECORD_BYTES, ROW_BYTES, MemoryDriver
 
-from kvmem.errors import CapacityError, ConfigError, StateError
+from kvmem.errors import CapacityError, ConfigError, StateError, TransferError
 from kvmem.kv.budget import HostBudget
 from kvmem.kv.port import ArrayPort
 from kvmem.kv.working_set import WorkingSet
@@ -93,6 +93,19 @@ def test_rollback_and_commit_belong_to_prepare() -> None:
     with pytest.raises(ValueError, match="pos has shape"):
         driver.ws.commit(tokens[:2], pos)
     driver.ws.rollback()
+    driver.check()
+
+
+def test_cells_that_the_device_refuses_leave_nothing_prepared() -> None:
+    driver = MemoryDriver()
+    driver.decode(3)
+    driver.port.fail(1)
+    with pytest.raises(TransferError, match="place of slot 0"):
+        driver.ws.prepare(6)
+    assert driver.ws.n_pending == 0
+    assert driver.ws.room() == 9
+    driver.check()
+    driver.decode(6)
     driver.check()
 
 

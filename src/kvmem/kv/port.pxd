@@ -23,10 +23,10 @@ cdef class DevicePort:
     cdef int stage_out(self, const SlotId *slots, unsigned char **payloads, int n) except -1
     # Copy the rows of n whole blocks from payloads.
     cdef int stage_in(self, const SlotId *slots, const unsigned char **payloads, int n) except -1
-    # stage_in, and publish the blocks: one CellMeta per token each. A device may do both at once; after an error the
-    # caller clears all the slots.
-    cdef int bring_in(self, const SlotId *slots, const unsigned char **payloads, const CellMeta **meta,
-                      int n) except -1
+    # stage_in, and publish the blocks: one CellMeta per token each. A device may do both at once;
+    # after an error the caller clears all the slots.
+    cdef int bring_in(self, const SlotId *slots, const unsigned char **payloads,
+                      const CellMeta **meta, int n) except -1
     # Copy one block's rows on the device.
     cdef int move(self, SlotId source, SlotId target) except -1
     # Let attention see n cells from `cell` on as these tokens.

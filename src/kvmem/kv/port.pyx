@@ -52,8 +52,8 @@ cdef class DevicePort:
     cdef int stage_in(self, const SlotId *slots, const unsigned char **payloads, int n) except -1:
         raise NotImplementedError("stage_in")
 
-    cdef int bring_in(self, const SlotId *slots, const unsigned char **payloads, const CellMeta **meta,
-                      int n) except -1:
+    cdef int bring_in(self, const SlotId *slots, const unsigned char **payloads,
+                      const CellMeta **meta, int n) except -1:
         cdef int i
         self.stage_in(slots, payloads, n)
         for i in range(n):
@@ -114,7 +114,7 @@ cdef class ArrayPort(DevicePort):
     def fail(self, int n):
         """Let the n-th operation from now on raise TransferError, halfway done; 0 disarms.
 
-        Operations are the blocks of stage_out and stage_in, moves, and calls of publish.
+        Operations are the blocks of stage_out and stage_in, moves, and calls of publish and place.
         """
         if n < 0:
             raise ValueError(f"n is {n}, but must not be negative")
@@ -212,6 +212,7 @@ cdef class ArrayPort(DevicePort):
         self._n_placed = 0
         if n > self._placed.shape[0]:
             raise StateError(f"{n} tokens do not fit in {self._placed.shape[0]} cells")
+        self._count_operation("place", cells[0] // self.block_tokens)
         for i in range(n):
             self._require_empty(cells[i], 1)
             self._placed[i] = cells[i]
