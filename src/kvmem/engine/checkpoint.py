@@ -1,6 +1,7 @@
-"""Checkpoints: recurrent states by position. A hybrid model can go back to these points of its history and to no others."""
+"""Checkpoints: recurrent states by position. A hybrid model can go back to these and nowhere else."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,8 @@ from kvmem.llama.state import restore_state, save_state, state_bytes
 
 __all__ = ["Checkpoint", "Checkpoints"]
 
-# 150 MiB each on the 27B shape. Enough for both ends of the last turn, its question, and a spread over what came before.
+# 150 MiB each on the 27B shape. Enough for the last turn's three, the system prompt, and a spread
+# over what lies between.
 MAX_CHECKPOINTS = 8
 
 
@@ -27,8 +29,9 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one history, ascending, counted against the host limit.
 
-    limit: how many are kept. When one too many is saved, the one goes that leaves the smallest gap behind, so that they
-    stay spread over the history; the newest stays.
+    limit: how many are kept. When one too many is saved, the least missed one goes (see
+    `_least_missed`), so that they stand densely where a history changes again and again, near its
+    end, and thinly far behind.
     """
 
     def __init__(self, context: Context, budget: HostBudget, limit: int = MAX_CHECKPOINTS) -> None:
@@ -36,7 +39,8 @@ class Checkpoints:
         self._budget = budget
         self._limit = limit
         self._saved: list[Checkpoint] = []
-        self._spare: list[NDArray[np.uint8]] = []  # buffers of dropped checkpoints, used again and still charged
+        # buffers of dropped checkpoints, used again and still charged
+        self._spare: list[NDArray[np.uint8]] = []
 
     def __len__(self) -> int:
         return len(self._saved)
@@ -47,21 +51,42 @@ class Checkpoints:
 
     @property
     def n_bytes(self) -> int:
-        return sum(len(saved.state) for saved in self._saved) + sum(len(buffer) for buffer in self._spare)
+        """What is charged for them."""
+        return sum(map(len, [*(saved.state for saved in self._saved), *self._spare]))
 
-    def save(self, n_tokens: int) -> None:
-        """Keep the state as it is now, after n_tokens tokens. Where the host limit leaves no room, an older one goes.
+    def save(self, n_tokens: int) -> bool:
+        """Keep the state as it is now, after n_tokens tokens.
 
-        Raises CapacityError if not even one fits.
+        Where the host limit leaves no room, an older one goes. Returns False, and keeps nothing,
+        where not even one fits.
         """
         if self._saved and self._saved[-1].n_tokens == n_tokens:
-            return
+            return True
         assert not self._saved or self._saved[-1].n_tokens < n_tokens, "checkpoints ascend"
         buffer = self._take_buffer(state_bytes(self._context))
-        save_state(self._context, buffer)
+        if buffer is None:
+            return False
+        try:
+            save_state(self._context, buffer)
+        except BaseException:
+            self._spare.append(buffer)
+            raise
         self._saved.append(Checkpoint(n_tokens, buffer))
         if len(self._saved) > self._limit:
             self._drop(self._least_missed())
+        return True
+
+    def give_way(self) -> bool:
+        """Give the memory of the least missed one back, for what cannot be read again.
+
+        Returns False if there is none.
+        """
+        if not self._spare and not self._saved:
+            return False
+        if not self._spare:
+            self._drop(self._least_missed())
+        self._budget.release(len(self._spare.pop()))
+        return True
 
     def nearest(self, n_tokens: int) -> Checkpoint | None:
         """The newest checkpoint at or before n_tokens."""
@@ -83,29 +108,34 @@ class Checkpoints:
         while self._spare:
             self._budget.release(len(self._spare.pop()))
 
-    def _take_buffer(self, n_bytes: int) -> NDArray[np.uint8]:
+    def _take_buffer(self, n_bytes: int) -> NDArray[np.uint8] | None:
+        """A buffer of this size that is charged, or None."""
         while True:
-            if self._spare:
+            while self._spare:
                 buffer = self._spare.pop()
                 if len(buffer) == n_bytes:
                     return buffer
                 self._budget.release(len(buffer))
-                continue
             try:
                 self._budget.charge(n_bytes, "a checkpoint of the recurrent state")
             except CapacityError:
                 if not self._saved:
-                    raise
-                self._drop(self._least_missed() if len(self._saved) > 1 else 0)
+                    return None
+                self._drop(self._least_missed())
                 continue
             return np.empty(n_bytes, np.uint8)
 
     def _least_missed(self) -> int:
-        """Index of the checkpoint, not the newest, between whose neighbours the gap is smallest."""
-        before = [0, *self.positions[:-2]]
-        after = self.positions[1:]
-        gaps = [high - low for low, high in zip(before, after, strict=True)]
-        return gaps.index(min(gaps))
+        """Index of the checkpoint whose loss costs least, in proportion.
+
+        A history that changes right behind a checkpoint at h is read again from h to its end at e.
+        Without that checkpoint the way begins at the one before, at b: it is (e - b) / (e - h)
+        times as long. The smallest ratio goes. The newest stays, and so does the first: other
+        conversations begin with the same system prompt.
+        """
+        *behind, end = self.positions
+        ratios = [(end - before) / (end - here) for before, here in pairwise(behind)]
+        return 1 + ratios.index(min(ratios)) if ratios else 0
 
     def _drop(self, index: int) -> None:
         self._spare.append(self._saved.pop(index).state)

@@ -128,11 +128,17 @@ class TieredMemory:
         """Whether a recurrent state stands beside the attention cache: it can go back to checkpoints only."""
         return self.port.is_hybrid
 
-    def save_checkpoint(self) -> None:
-        """Make it possible to go back to this point of the history; on attention alone it always is."""
-        if self.is_hybrid and self.n_tokens > 0:
-            started = perf_counter()
-            self.checkpoints.save(self.n_tokens)
+    def save_checkpoint(self) -> bool:
+        """Make it possible to go back to this point of the history; on attention alone it always is.
+
+        Returns False where the host limit has no room for the state.
+        """
+        if not self.is_hybrid or self.n_tokens == 0:
+            return True
+        started = perf_counter()
+        try:
+            return self.checkpoints.save(self.n_tokens)
+        finally:
             self.checkpoint_s += perf_counter() - started
 
     def spread_checkpoint(self) -> None:

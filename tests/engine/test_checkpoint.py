@@ -1,0 +1,192 @@
+"""Checkpoints on their own: which are kept, what they cost, and what they bring back."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engines import random_tokens, record
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmem.engine import checkpoint as module
+from kvmem.engine.checkpoint import MAX_CHECKPOINTS, Checkpoints
+from kvmem.kv.budget import HostBudget
+from kvmem.llama.state import state_bytes
+
+STATE_BYTES = 1000
+
+
+@dataclass(slots=True)
+class Device:
+    """Stands in for a context: its state is one byte, many times."""
+
+    value: int = 0
+
+
+@pytest.fixture(autouse=True)
+def fake_state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are of a Device, but for the tests that have a model."""
+    if "tiny_qwen35" in request.fixturenames:
+        return
+
+    def save(device: Device, out: np.ndarray) -> None:
+        out[:] = device.value
+
+    def restore(device: Device, state: np.ndarray) -> None:
+        assert (state == state[0]).all()
+        device.value = int(state[0])
+
+    monkeypatch.setattr(module, "state_bytes", lambda device: STATE_BYTES)
+    monkeypatch.setattr(module, "save_state", save)
+    monkeypatch.setattr(module, "restore_state", restore)
+
+
+def make(limit_bytes: int = 1 << 20, **settings: int) -> tuple[Checkpoints, Device, HostBudget]:
+    device, budget = Device(), HostBudget(limit_bytes)
+    return Checkpoints(device, budget, **settings), device, budget  # type: ignore[arg-type]
+
+
+def reread(positions: list[int], change: int, end: int) -> int:
+    """Tokens between the end and the checkpoint that a change at this place goes back to."""
+    return end - max((p for p in positions if p <= change), default=0)
+
+
+def test_a_state_comes_back_and_later_ones_are_forgotten() -> None:
+    checkpoints, device, _ = make()
+    for n_tokens in (10, 20, 30):
+        device.value = n_tokens
+        assert checkpoints.save(n_tokens)
+    assert checkpoints.nearest(9) is None
+    for n_tokens, expected in ((10, 10), (19, 10), (20, 20), (99, 30)):
+        found = checkpoints.nearest(n_tokens)
+        assert found is not None
+        assert found.n_tokens == expected
+    found = checkpoints.nearest(25)
+    assert found is not None
+    checkpoints.restore(found)
+    assert device.value == 20
+    assert checkpoints.positions == [10, 20]
+
+
+def test_the_same_point_is_saved_once() -> None:
+    checkpoints, _, budget = make()
+    assert checkpoints.save(10)
+    assert checkpoints.save(10)
+    assert (len(checkpoints), budget.used) == (1, STATE_BYTES)
+
+
+def test_points_behind_the_newest_are_refused() -> None:
+    checkpoints, _, _ = make()
+    checkpoints.save(10)
+    with pytest.raises(AssertionError, match="ascend"):
+        checkpoints.save(9)
+
+
+@given(st.lists(st.integers(1, 9000), min_size=1, max_size=80), st.integers(3, 9))
+def test_they_ascend_within_the_limit_and_keep_both_ends(steps: list[int], limit: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "state_bytes", lambda device: STATE_BYTES)
+        patch.setattr(module, "save_state", lambda device, out: None)
+        checkpoints, _, budget = make(limit=limit)
+        for n_tokens in accumulate(steps):
+            assert checkpoints.save(n_tokens)
+            positions = checkpoints.positions
+            assert positions == sorted(set(positions))
+            assert len(positions) <= limit
+            assert (positions[0], positions[-1]) == (steps[0], n_tokens)
+            assert budget.used == checkpoints.n_bytes <= (limit + 1) * STATE_BYTES
+
+
+def test_a_long_life_stays_cheap_to_change() -> None:
+    """400 turns, a million tokens: agents change the last reply, or something further behind.
+
+    Most a change costs, in multiples of what lies behind it and must be read anyway: seen 17.
+    Thinning to even gaps costs 9,500 times that, as the last turns are close together.
+    """
+    random = np.random.default_rng(1)
+    checkpoints, _, _ = make()
+    points: list[int] = []
+    end = 0
+    for _ in range(400):
+        for step in (random.choice([50, 200, 1000, 8000]), random.choice([20, 100, 400])):
+            end += int(step)
+            checkpoints.save(end)
+            points.append(end)
+        generation_start = points[-2]
+        kept = checkpoints.positions
+        assert reread(kept, generation_start, end) <= end - generation_start + 400
+        worst = max(reread(kept, point, end) / (end - point) for point in points[:-1])
+        assert worst < 20
+    assert len(checkpoints) == MAX_CHECKPOINTS
+
+
+def test_the_host_limit_is_never_passed_and_older_ones_go() -> None:
+    checkpoints, _, budget = make(limit_bytes=3 * STATE_BYTES + 999)
+    for n_tokens in range(100, 1100, 100):
+        assert checkpoints.save(n_tokens)
+        assert budget.used <= 3 * STATE_BYTES
+    assert checkpoints.positions == [100, 900, 1000]
+
+
+def test_what_does_not_fit_at_all_is_not_kept() -> None:
+    checkpoints, device, budget = make(limit_bytes=STATE_BYTES - 1)
+    device.value = 7
+    assert not checkpoints.save(10)
+    assert (len(checkpoints), budget.used, device.value) == (0, 0, 7)
+
+
+def test_they_give_way_to_what_cannot_be_read_again() -> None:
+    checkpoints, _, budget = make(limit_bytes=4 * STATE_BYTES)
+    for n_tokens in (100, 900, 1000):
+        checkpoints.save(n_tokens)
+    budget.charge(STATE_BYTES, "records")
+    sizes = [len(checkpoints)]
+    while checkpoints.give_way():
+        sizes.append(len(checkpoints))
+        assert budget.used == STATE_BYTES + checkpoints.n_bytes
+    assert sizes == [3, 2, 1, 0]
+    assert budget.used == STATE_BYTES
+
+
+def test_buffers_are_used_again_and_given_back() -> None:
+    checkpoints, _, budget = make()
+    for n_tokens in (10, 20, 30):
+        checkpoints.save(n_tokens)
+    checkpoints.drop_after(10)
+    assert (checkpoints.positions, budget.used) == ([10], 3 * STATE_BYTES)
+    checkpoints.save(11)
+    assert budget.used == 3 * STATE_BYTES
+    checkpoints.clear()
+    assert (len(checkpoints), checkpoints.n_bytes, budget.used) == (0, 0, 0)
+
+
+def test_a_save_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints, _, budget = make()
+
+    def fail(device: Device, out: np.ndarray) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(module, "save_state", fail)
+    with pytest.raises(RuntimeError, match="no"):
+        checkpoints.save(10)
+    assert len(checkpoints) == 0
+    assert budget.used == checkpoints.n_bytes == STATE_BYTES
+    checkpoints.clear()
+    assert budget.used == 0
+
+
+def test_a_real_state_goes_back_to_the_same_logits(tiny_qwen35: Path) -> None:
+    tokens = random_tokens(200, seed=1)
+    with record(tiny_qwen35, budget_tokens=1024) as recorded:
+        session, memory = recorded.session, recorded.memory
+        session.read(tokens[:128])
+        memory.save_checkpoint()
+        assert memory.host.used >= memory.checkpoints.n_bytes == state_bytes(memory.context)
+        before = session.logits(tokens[128:], 3)
+        session.read(random_tokens(60, seed=2))
+        session.truncate(128)
+        assert session.n_tokens == 128
+        memory.check()
+        np.testing.assert_array_equal(session.logits(tokens[128:], 3), before)
