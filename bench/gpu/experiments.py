@@ -1,9 +1,12 @@
-"""Experiments on a GPU that the design stands on: transfers, CUDA graphs, the query tap, snapshots, verify steps, depth.
+"""Experiments on a GPU that the design stands on: transfers, CUDA graphs, the query tap, snapshots,
+verify steps, depth.
 
     python bench/gpu/experiments.py model.gguf [names...] [--out results.jsonl]
 
-The far history is synthetic: cells and records of the right sizes that were never computed; what a step costs does not
-depend on their values. Every row is a median with its n; both sides of a ratio are measured in the same process.
+The far history is synthetic: cells and records of the right sizes that were never computed; what a
+step costs does not
+depend on their values. Every row is a median with its n; both sides of a ratio are measured in the
+same process.
 """
 
 import argparse
@@ -39,19 +42,39 @@ class Pool:
     """A context with a working set over it, and helpers to fill it without computing."""
 
     def __init__(
-        self, model: Model, *, budget: int = BUDGET_BLOCKS, reserve: int = RESERVE_BLOCKS, kv: str = "q8_0",
-        n_rs_seq: int = 0, transfer: str | None = None, ubatch: int = 512,
+        self,
+        model: Model,
+        *,
+        budget: int = BUDGET_BLOCKS,
+        reserve: int = RESERVE_BLOCKS,
+        kv: str = "q8_0",
+        n_rs_seq: int = 0,
+        transfer: str | None = None,
+        ubatch: int = 512,
     ) -> None:
         self.context = Context(
-            model, n_ctx=WORKSPACE + 4096, n_cells=(budget + reserve) * BLOCK, block_tokens=BLOCK, n_batch=2048,
-            n_ubatch=ubatch, type_k=kv, type_v=kv, n_threads=4, n_threads_batch=4, n_rs_seq=n_rs_seq,
+            model,
+            n_ctx=WORKSPACE + 4096,
+            n_cells=(budget + reserve) * BLOCK,
+            block_tokens=BLOCK,
+            n_batch=2048,
+            n_ubatch=ubatch,
+            type_k=kv,
+            type_v=kv,
+            n_threads=4,
+            n_threads_batch=4,
+            n_rs_seq=n_rs_seq,
         )
         self.port = LlamaPort(self.context)
         if transfer:
             self.port.use_transfer(transfer)
         self.budget = HostBudget(HOST_LIMIT)
         self.ws = WorkingSet(
-            self.port, block_tokens=BLOCK, budget_blocks=budget, reserve_blocks=reserve, slack_blocks=0,
+            self.port,
+            block_tokens=BLOCK,
+            budget_blocks=budget,
+            reserve_blocks=reserve,
+            slack_blocks=0,
             budget=self.budget,
         )
         self.rng = np.random.default_rng(3)
@@ -84,12 +107,14 @@ class Pool:
         return np.sort(np.append(chosen, newest)).astype(np.int32)
 
     def far(self, n_tokens: int = FAR_TOKENS, *, window: int | None = None) -> None:
-        """A history of n_tokens of which the budget (or `window` blocks) is resident and visible."""
+        """A history of n_tokens; the budget (or `window` blocks) of it is visible."""
         self.fake(n_tokens - BLOCK)
         self.ws.apply(self.ws.resident()[-1:])
         self.decode(BLOCK, reply=False)
         self.ws.seal()
-        self.ws.apply(self.ws.resident()[-1:])  # what was faked is not visible until it comes back from the host
+        self.ws.apply(
+            self.ws.resident()[-1:]
+        )  # what was faked is not visible until it comes back from the host
         self.ws.apply(self.random_selection(window or BUDGET_BLOCKS))
 
     def close(self) -> None:
@@ -156,12 +181,18 @@ def transfers(model: Model) -> Iterator[Row]:
                 if p.ws.room() < (n - 1) * BLOCK:
                     p.ws.apply(p.ws.resident()[-1:])
                 p.ws.prepare((n - 1) * BLOCK)
-                p.ws.commit(np.ones((n - 1) * BLOCK, np.int32), positions(p.ws.n_tokens, (n - 1) * BLOCK))
+                p.ws.commit(
+                    np.ones((n - 1) * BLOCK, np.int32), positions(p.ws.n_tokens, (n - 1) * BLOCK)
+                )
                 started = time.perf_counter()
                 p.ws.seal()
                 rates.append((n - 1) * p.port.payload_bytes / (time.perf_counter() - started) / 1e9)
             yield {"what": f"seal, {way}, first (allocates)", "GB/s": rates[0], "n": 1}
-            yield {"what": f"seal {n - 1} blocks, {way}", "GB/s": statistics.median(rates[1:]), "n": len(rates) - 1}
+            yield {
+                "what": f"seal {n - 1} blocks, {way}",
+                "GB/s": statistics.median(rates[1:]),
+                "n": len(rates) - 1,
+            }
             rates, seconds = [], []
             newest = p.ws.n_blocks - 1
             halves = [np.append(np.arange(a, a + n - 1), newest).astype(np.int32) for a in (0, n)]
@@ -171,12 +202,19 @@ def transfers(model: Model) -> Iterator[Row]:
                 moved = p.ws.apply(halves[i % 2])
                 seconds.append(time.perf_counter() - started)
                 rates.append(moved.bytes_in / seconds[-1] / 1e9)
-            yield {"what": f"apply a whole new window of {n - 1} blocks, {way}", "GB/s": statistics.median(rates[2:]),
-                   "ms": 1e3 * statistics.median(seconds[2:]), "n": len(rates) - 2}
+            yield {
+                "what": f"apply a whole new window of {n - 1} blocks, {way}",
+                "GB/s": statistics.median(rates[2:]),
+                "ms": 1e3 * statistics.median(seconds[2:]),
+                "n": len(rates) - 2,
+            }
 
 
 def graphs(model: Model) -> Iterator[Row]:
-    """Block swaps between decode steps: what they do to the steps around them, and to the logits."""
+    """Block swaps between decode steps.
+
+    What they do to the steps around them, and to the logits.
+    """
     logits = {}
     for way in ("cuda", "generic"):
         with pool(model, transfer=way) as p:
@@ -189,7 +227,9 @@ def graphs(model: Model) -> Iterator[Row]:
                 keep = p.rng.choice(resident[:-1], len(resident) - 17, replace=False)
                 rest = np.setdiff1d(np.arange(resident[-1]), p.ws.resident())
                 new = p.rng.choice(rest, 16, replace=False)
-                chosen = np.unique(np.concatenate([keep, new, resident[-1:], tail])).astype(np.int32)
+                chosen = np.unique(np.concatenate([keep, new, resident[-1:], tail])).astype(
+                    np.int32
+                )
                 p.ws.seal()
                 started = time.perf_counter()
                 p.ws.apply(chosen)
@@ -200,11 +240,22 @@ def graphs(model: Model) -> Iterator[Row]:
                     p.decode(1)
                 spans.append(64 / (time.perf_counter() - started))
             logits[way] = p.context.logits()
-            yield {"what": f"decode, no swaps, {way}", "t/s": statistics.median(plain), "n": len(plain)}
-            yield {"what": f"decode after a swap of 16 blocks every 64 steps, {way}", "t/s": statistics.median(spans),
-                   "swap ms": 1e3 * statistics.median(swaps), "n": len(spans)}
-    yield {"what": "logits after five swaps, cuda against generic, largest difference",
-           "value": float(np.abs(logits["cuda"] - logits["generic"]).max()), "n": 1}
+            yield {
+                "what": f"decode, no swaps, {way}",
+                "t/s": statistics.median(plain),
+                "n": len(plain),
+            }
+            yield {
+                "what": f"decode after a swap of 16 blocks every 64 steps, {way}",
+                "t/s": statistics.median(spans),
+                "swap ms": 1e3 * statistics.median(swaps),
+                "n": len(spans),
+            }
+    yield {
+        "what": "logits after five swaps, cuda against generic, largest difference",
+        "value": float(np.abs(logits["cuda"] - logits["generic"]).max()),
+        "n": 1,
+    }
 
 
 def tap(model: Model) -> Iterator[Row]:
@@ -227,8 +278,13 @@ def tap(model: Model) -> Iterator[Row]:
                     p.port.end_tap()
                 times[tapped].append(time.perf_counter() - started)
             plain, with_tap = (statistics.median(times[key][2:]) for key in (False, True))
-            yield {"what": f"query pass of {n} tokens", "ms": 1e3 * plain, "ms with tap": 1e3 * with_tap,
-                   "extra ms": 1e3 * (with_tap - plain), "n": 5}
+            yield {
+                "what": f"query pass of {n} tokens",
+                "ms": 1e3 * plain,
+                "ms with tap": 1e3 * with_tap,
+                "extra ms": 1e3 * (with_tap - plain),
+                "n": 5,
+            }
 
 
 def snapshots(model: Model) -> Iterator[Row]:
@@ -238,9 +294,14 @@ def snapshots(model: Model) -> Iterator[Row]:
         with pool(model, n_rs_seq=n_rs_seq) as p:
             p.far(60_000)
             rates = steps_per_s(p, n_rows=4)
-            yield {"what": f"n_rs_seq={n_rs_seq}, 4 rows a step", "rows/s": statistics.median(rates),
-                   "ms/step": 4e3 / statistics.median(rates), "recurrent MiB": p.port.device_bytes()[1] / 2**20,
-                   "VRAM MiB": (before - free_bytes()) / 2**20, "n": len(rates)}
+            yield {
+                "what": f"n_rs_seq={n_rs_seq}, 4 rows a step",
+                "rows/s": statistics.median(rates),
+                "ms/step": 4e3 / statistics.median(rates),
+                "recurrent MiB": p.port.device_bytes()[1] / 2**20,
+                "VRAM MiB": (before - free_bytes()) / 2**20,
+                "n": len(rates),
+            }
 
 
 def verify(model: Model) -> Iterator[Row]:
@@ -249,19 +310,32 @@ def verify(model: Model) -> Iterator[Row]:
         for spread in (False, True):
             with pool(model, kv=kv) as p:
                 p.far(90_000, window=RESERVE_BLOCKS if spread else BUDGET_BLOCKS)
-                if spread:  # other blocks hold the lowest slots while the window comes in above them, and then leave
+                if (
+                    spread
+                ):  # others hold the lowest slots while the window comes in above, then leave
                     low = p.ws.resident()[:-1]
                     rest = np.setdiff1d(np.arange(p.ws.n_blocks), low)[: BUDGET_BLOCKS - 8]
-                    p.ws.apply(np.unique(np.concatenate([low, rest, p.ws.resident()[-1:]])).astype(np.int32))
+                    p.ws.apply(
+                        np.unique(np.concatenate([low, rest, p.ws.resident()[-1:]])).astype(
+                            np.int32
+                        )
+                    )
                     p.ws.evict(low.tolist())
                 for rows in (1, 2, 4):
                     rates = steps_per_s(p, n_rows=rows, n_steps=16)
-                    yield {"what": f"{kv}, {'spread' if spread else 'compact'}, {rows} rows a step",
-                           "rows/s": statistics.median(rates), "highest cell": p.ws.highest_used_cell, "n": len(rates)}
+                    yield {
+                        "what": f"{kv}, {'spread' if spread else 'compact'}, {rows} rows a step",
+                        "rows/s": statistics.median(rates),
+                        "highest cell": p.ws.highest_used_cell,
+                        "n": len(rates),
+                    }
 
 
 def depth(model: Model) -> Iterator[Row]:
-    """Decode and prefill over 256K tokens: the pool, a cache that holds everything, and stock with the pool's cells."""
+    """Decode and prefill over 256K tokens.
+
+    The pool, a cache that holds everything, and stock with the pool's cells.
+    """
 
     def prefill(p: Pool, seal: bool) -> list[float]:
         rates = []
@@ -280,25 +354,43 @@ def depth(model: Model) -> Iterator[Row]:
     with pool(model) as p:
         p.far()
         rates = steps_per_s(p)
-        yield {"what": "kvmem: decode at 256K, budget 36,864", "t/s": statistics.median(rates), "n": len(rates),
-               "highest cell": p.ws.highest_used_cell, "VRAM MiB": (before - free_bytes()) / 2**20,
-               "KV MiB": p.port.device_bytes()[0] / 2**20, "host MiB": p.budget.used / 2**20}
+        yield {
+            "what": "kvmem: decode at 256K, budget 36,864",
+            "t/s": statistics.median(rates),
+            "n": len(rates),
+            "highest cell": p.ws.highest_used_cell,
+            "VRAM MiB": (before - free_bytes()) / 2**20,
+            "KV MiB": p.port.device_bytes()[0] / 2**20,
+            "host MiB": p.budget.used / 2**20,
+        }
         for seal in (False, True):
             rates = prefill(p, seal)
-            yield {"what": f"kvmem: prefill at 256K, {'stored' if seal else 'not stored'}",
-                   "t/s": statistics.median(rates), "n": len(rates), "highest cell": p.ws.highest_used_cell}
+            yield {
+                "what": f"kvmem: prefill at 256K, {'stored' if seal else 'not stored'}",
+                "t/s": statistics.median(rates),
+                "n": len(rates),
+                "highest cell": p.ws.highest_used_cell,
+            }
         p.ws.seal()
         p.ws.apply(p.random_selection(BUDGET_BLOCKS + RESERVE_BLOCKS - 2))
         rates = steps_per_s(p, n_steps=8, repeats=3)
-        yield {"what": "kvmem: decode at 256K, reserve full too", "t/s": statistics.median(rates),
-               "n": len(rates), "highest cell": p.ws.highest_used_cell}
+        yield {
+            "what": "kvmem: decode at 256K, reserve full too",
+            "t/s": statistics.median(rates),
+            "n": len(rates),
+            "highest cell": p.ws.highest_used_cell,
+        }
     for name, tokens in (("32K", 32_768), ("256K", FAR_TOKENS)):
         blocks = tokens // BLOCK
         with pool(model, budget=blocks + 1, reserve=WORKSPACE // BLOCK - FAR_TOKENS // BLOCK) as p:
             p.far(tokens, window=blocks)
             rates = steps_per_s(p)
-            yield {"what": f"everything resident: decode at {name}", "t/s": statistics.median(rates), "n": len(rates),
-                   "highest cell": p.ws.highest_used_cell}
+            yield {
+                "what": f"everything resident: decode at {name}",
+                "t/s": statistics.median(rates),
+                "n": len(rates),
+                "highest cell": p.ws.highest_used_cell,
+            }
             rates = []
             for _ in range(5):
                 if p.ws.room(reply=True) < 2048:
@@ -307,7 +399,11 @@ def depth(model: Model) -> Iterator[Row]:
                 p.decode(2048)
                 rates.append(2048 / (time.perf_counter() - started))
             if rates:
-                yield {"what": f"everything resident: prefill at {name}", "t/s": statistics.median(rates), "n": len(rates)}
+                yield {
+                    "what": f"everything resident: prefill at {name}",
+                    "t/s": statistics.median(rates),
+                    "n": len(rates),
+                }
     yield from stock(model, 32_768)
     yield from stock(model, BUDGET_BLOCKS * BLOCK)
 
@@ -315,14 +411,25 @@ def depth(model: Model) -> Iterator[Row]:
 def stock(model: Model, n_tokens: int) -> Iterator[Row]:
     """Plain llama.cpp with a real history of n_tokens."""
     rng = np.random.default_rng(5)
-    with Context(model, n_ctx=n_tokens + 4096, n_batch=2048, n_ubatch=512, type_k="q8_0", type_v="q8_0", n_threads=8,
-                 n_threads_batch=8) as context:
+    with Context(
+        model,
+        n_ctx=n_tokens + 4096,
+        n_batch=2048,
+        n_ubatch=512,
+        type_k="q8_0",
+        type_v="q8_0",
+        n_threads=8,
+        n_threads_batch=8,
+    ) as context:
         at = 0
 
         def decode(n: int) -> float:
             nonlocal at
             started = time.perf_counter()
-            context.decode(rng.integers(0, min(1000, context.n_vocab), n).astype(np.int32), np.arange(at, at + n, dtype=np.int32))
+            context.decode(
+                rng.integers(0, min(1000, context.n_vocab), n).astype(np.int32),
+                np.arange(at, at + n, dtype=np.int32),
+            )
             at += n
             return n / (time.perf_counter() - started)
 
@@ -334,19 +441,39 @@ def stock(model: Model, n_tokens: int) -> Iterator[Row]:
                 decode(1)
             if i:
                 rates.append(24 / (time.perf_counter() - started))
-        yield {"what": f"stock: decode at {n_tokens} tokens (real)", "t/s": statistics.median(rates), "n": len(rates)}
-        yield {"what": f"stock: prefill at {n_tokens} tokens (real)", "t/s": statistics.median(reads[-5:]), "n": 5}
+        yield {
+            "what": f"stock: decode at {n_tokens} tokens (real)",
+            "t/s": statistics.median(rates),
+            "n": len(rates),
+        }
+        yield {
+            "what": f"stock: prefill at {n_tokens} tokens (real)",
+            "t/s": statistics.median(reads[-5:]),
+            "n": 5,
+        }
 
 
 EXPERIMENTS: dict[str, Callable[[Model], Iterator[Row]]] = {
-    "transfers": transfers, "graphs": graphs, "tap": tap, "snapshots": snapshots, "verify": verify, "depth": depth,
+    "transfers": transfers,
+    "graphs": graphs,
+    "tap": tap,
+    "snapshots": snapshots,
+    "verify": verify,
+    "depth": depth,
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(EXPERIMENTS)}; all if none is given")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="name",
+        help=f"of {', '.join(EXPERIMENTS)}; all if none is given",
+    )
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     with Model(arguments.model) as model:
@@ -354,13 +481,18 @@ def main() -> None:
             started = time.perf_counter()
             try:
                 for row in EXPERIMENTS[name](model):
-                    text = {key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()}
+                    text = {
+                        key: round(value, 2) if isinstance(value, float) else value
+                        for key, value in row.items()
+                    }
                     print(f"{name:10} {json.dumps(text)}", flush=True)
                     if arguments.out:
                         with arguments.out.open("a") as file:
                             file.write(json.dumps({"experiment": name, **row}) + "\n")
             except Exception as error:  # one experiment must not cost the others
-                print(f"{name:10} FAILED {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                print(
+                    f"{name:10} FAILED {type(error).__name__}: {error}", file=sys.stderr, flush=True
+                )
                 import traceback
 
                 traceback.print_exc()

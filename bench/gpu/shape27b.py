@@ -1,6 +1,7 @@
-"""Write a qwen35 model of the 27B's shape with random weights: its speed and its memory are those of the real one.
+"""Write a qwen35 model of the 27B's shape with random weights: its speed and its memory are those
+of the real one.
 
-    python bench/gpu/shape27b.py model.gguf [--weights IQ4_XS]
+python bench/gpu/shape27b.py model.gguf [--weights IQ4_XS]
 """
 
 import argparse
@@ -19,9 +20,15 @@ SSM_STATE, SSM_KEY_HEADS, SSM_VALUE_HEADS, CONV_TAPS = 128, 16, 48, 4
 ROPE_DIMS, ROPE_SECTIONS = 64, [11, 11, 10, 0]
 KEY_DIM, VALUE_DIM = SSM_STATE * SSM_KEY_HEADS, SSM_STATE * SSM_VALUE_HEADS
 
-# Where a group of this type keeps its scale, and the scale's divisor that makes random bits of unit variance. Found by
+# Where a group of this type keeps its scale, and the scale's divisor that makes random bits of unit
+# variance. Found by
 # dequantising random groups with gguf.quants.
-SCALES: dict[Q, tuple[int, float]] = {Q.IQ4_XS: (0, 1500.0), Q.IQ3_S: (0, 150.0), Q.Q4_0: (0, 4.6), Q.Q6_K: (208, 1350.0)}
+SCALES: dict[Q, tuple[int, float]] = {
+    Q.IQ4_XS: (0, 1500.0),
+    Q.IQ3_S: (0, 150.0),
+    Q.Q4_0: (0, 4.6),
+    Q.Q6_K: (208, 1350.0),
+}
 
 
 class Weights:
@@ -32,7 +39,9 @@ class Weights:
         self._matrices = matrices
         self._rng = np.random.default_rng(7)
 
-    def matrix(self, name: str, n_out: int, n_in: int, kind: Q | None = None, *, scale: float | None = None) -> None:
+    def matrix(
+        self, name: str, n_out: int, n_in: int, kind: Q | None = None, *, scale: float | None = None
+    ) -> None:
         kind = kind or self._matrices
         group, group_bytes = gguf.GGML_QUANT_SIZES[kind]
         at, divisor = SCALES[kind]
@@ -56,7 +65,10 @@ class Weights:
 
 
 def write(path: Path, matrices: Q, context_tokens: int = 262_144) -> None:
-    """Write the model: 64 layers and one MTP block, `matrices` for all but embeddings (Q4_0) and output (Q6_K)."""
+    """Write the model.
+
+    64 layers and one MTP block, `matrices` for all but embeddings (Q4_0) and output (Q6_K).
+    """
     writer = gguf.GGUFWriter(str(path), "qwen35")
     writer.add_name("random-27b-shape")
     writer.add_context_length(context_tokens)
@@ -86,7 +98,12 @@ def write(path: Path, matrices: Q, context_tokens: int = 262_144) -> None:
     weights.ones("output_norm.weight", N_EMBD)
     weights.matrix("output.weight", N_VOCAB, N_EMBD, Q.Q6_K)
     for layer in range(N_LAYERS + 1):
-        _layer(weights, f"blk.{layer}.", is_mtp=layer == N_LAYERS, attends=(layer + 1) % ATTENTION_INTERVAL == 0)
+        _layer(
+            weights,
+            f"blk.{layer}.",
+            is_mtp=layer == N_LAYERS,
+            attends=(layer + 1) % ATTENTION_INTERVAL == 0,
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -123,7 +140,9 @@ def _layer(weights: Weights, prefix: str, *, is_mtp: bool, attends: bool) -> Non
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("path", type=Path)
     parser.add_argument("--weights", default="IQ4_XS", choices=["IQ4_XS", "IQ3_S", "Q4_0"])
     arguments = parser.parse_args()

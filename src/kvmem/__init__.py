@@ -16,7 +16,8 @@ __all__ = [
     "Span",
 ]
 
-# a library leaves the handlers to its user; without this, Python would print warnings of a user who set none
+# a library leaves the handlers to its user; without this, Python would print warnings of a user who
+# set none
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 # name -> module. Loaded on first use: importing the package loads no native library.

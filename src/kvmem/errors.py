@@ -67,8 +67,8 @@ class ContextLengthError(RequestError):
 
     def __init__(self, prompt_tokens: int, limit_tokens: int) -> None:
         super().__init__(
-            f"the request ({prompt_tokens} tokens) exceeds the available context size ({limit_tokens} tokens), "
-            "shorten it or start with a larger -c"
+            f"the request ({prompt_tokens} tokens) exceeds the available context size "
+            f"({limit_tokens} tokens), shorten it or start with a larger -c"
         )
         self.prompt_tokens = prompt_tokens
         self.limit_tokens = limit_tokens

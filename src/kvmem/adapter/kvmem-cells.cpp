@@ -106,7 +106,9 @@ const char * kvmem_transfer_name(const kvmem_memory * memory) {
 int kvmem_transfer_use(kvmem_memory * memory, const char * name) {
     const std::string wanted = name;
     try {
-        auto way = wanted == "generic" ? kvmem_transfer_generic(memory->pieces()) : wanted == "cuda" ? kvmem_transfer_cuda(memory->pieces()) : nullptr;
+        auto way = wanted == "generic" ? kvmem_transfer_generic(memory->pieces())
+                   : wanted == "cuda"  ? kvmem_transfer_cuda(memory->pieces())
+                                       : nullptr;
         if (!way) {
             return fail(KVMEM_ERR_UNSUPPORTED, "this way of copying is not built, or not possible for this cache");
         }
@@ -146,10 +148,10 @@ int kvmem_rows_set(kvmem_memory * memory, const int32_t * slots, const uint8_t *
 int kvmem_blocks_in(kvmem_memory * memory, const int32_t * slots, const uint8_t * const * payloads,
         const kvmem_cell_meta * const * meta, uint32_t n) {
     constexpr uint32_t n_worth_a_thread = 8;
-    const uint32_t block_tokens = memory->block_tokens;
+    const uint32_t     block_tokens     = memory->block_tokens;
     return transfer(memory, slots, n, [&](kvmem_transfer & way) {
         bool published = true;
-        auto cells = [&] {
+        auto cells     = [&] {
             memory->flush_clears();
             for (uint32_t i = 0; i < n && published; ++i) {
                 published = publish(memory, slots[i] * block_tokens, meta[i], block_tokens);

@@ -15,7 +15,8 @@ const ggml_tensor * kvmem_cache_of(const ggml_tensor * tensor) {
     return tensor->view_src ? tensor->view_src : tensor;
 }
 
-// a square input matrix on the way is the Walsh-Hadamard rotation of a quantised cache, see llama_kv_cache::build_input_k_rot
+// a square input matrix on the way is the Walsh-Hadamard rotation of a quantised cache, see
+// llama_kv_cache::build_input_k_rot
 static bool is_hadamard(const ggml_tensor * matrix) {
     return (matrix->flags & GGML_TENSOR_FLAG_INPUT) && matrix->ne[0] == matrix->ne[1];
 }
@@ -38,8 +39,9 @@ static rotation find_rotation(const ggml_tensor * tensor) {
                     return res; // a projection: no RoPE on this path
                 }
                 res.hadamard = (int32_t) t->src[0]->ne[0];
-                t = t->src[1];
-                while (t && (t->op == GGML_OP_VIEW || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_CONT)) {
+                t            = t->src[1];
+                while (t && (t->op == GGML_OP_VIEW || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_PERMUTE ||
+                                    t->op == GGML_OP_CONT)) {
                     t = t->src[0];
                 }
                 if (t && t->op == GGML_OP_ROPE) {
@@ -67,16 +69,16 @@ static void read_rope(const ggml_tensor * tensor, kvmem_rope & rope, std::vector
     }
     // layout of op_params: ggml_rope_impl
     const auto * ints = (const int32_t *) tensor->op_params;
-    rope.n_dims     = ints[1];
-    rope.mode       = ints[2];
-    rope.n_ctx_orig = ints[4];
-    memcpy(&rope.freq_base,   ints +  5, sizeof(float));
-    memcpy(&rope.freq_scale,  ints +  6, sizeof(float));
-    memcpy(&rope.ext_factor,  ints +  7, sizeof(float));
-    memcpy(&rope.attn_factor, ints +  8, sizeof(float));
-    memcpy(&rope.beta_fast,   ints +  9, sizeof(float));
-    memcpy(&rope.beta_slow,   ints + 10, sizeof(float));
-    memcpy(rope.sections,     ints + 11, sizeof(rope.sections));
+    rope.n_dims       = ints[1];
+    rope.mode         = ints[2];
+    rope.n_ctx_orig   = ints[4];
+    memcpy(&rope.freq_base, ints + 5, sizeof(float));
+    memcpy(&rope.freq_scale, ints + 6, sizeof(float));
+    memcpy(&rope.ext_factor, ints + 7, sizeof(float));
+    memcpy(&rope.attn_factor, ints + 8, sizeof(float));
+    memcpy(&rope.beta_fast, ints + 9, sizeof(float));
+    memcpy(&rope.beta_slow, ints + 10, sizeof(float));
+    memcpy(rope.sections, ints + 11, sizeof(rope.sections));
     rope.offset = ints[15];
     if (const ggml_tensor * factors = tensor->src[2]) {
         freq_factors.resize(factors->ne[0]);
@@ -101,13 +103,14 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
         if (!layer.v) {
             throw std::runtime_error("MLA layers have no V rows of their own");
         }
-        auto & info = layer.info;
-        info.il           = il;
-        info.type_k       = layer.k->type;
-        info.type_v       = layer.v->type;
-        info.k_row_bytes  = layer.k->nb[1];
-        info.v_row_bytes  = layer.v->nb[1];
-        info.dequantize_k = layer.k->type == GGML_TYPE_F32 ? copy_floats : ggml_get_type_traits(layer.k->type)->to_float;
+        auto & info      = layer.info;
+        info.il          = il;
+        info.type_k      = layer.k->type;
+        info.type_v      = layer.v->type;
+        info.k_row_bytes = layer.k->nb[1];
+        info.v_row_bytes = layer.v->nb[1];
+        info.dequantize_k =
+                layer.k->type == GGML_TYPE_F32 ? copy_floats : ggml_get_type_traits(layer.k->type)->to_float;
         layers.push_back(std::move(layer));
     }
     auto layer_of = [this](const ggml_tensor * tensor) -> kvmem_layer_data * {
@@ -121,7 +124,7 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
 
     // the worst case, as the context reserved it: a smaller graph here would be followed by a larger one at run time
     const uint32_t n_tokens = std::min(llama_n_ctx(ctx), llama_n_ubatch(ctx));
-    ggml_cgraph * graph = llama_graph_reserve(ctx, n_tokens, 1, n_tokens);
+    ggml_cgraph *  graph    = llama_graph_reserve(ctx, n_tokens, 1, n_tokens);
     if (!graph) {
         throw std::runtime_error("llama.cpp could not reserve the compute graph");
     }
@@ -129,13 +132,13 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
         const ggml_tensor * node = ggml_graph_node(graph, i);
         if (node->op == GGML_OP_SET_ROWS) {
             if (auto * layer = layer_of(node)) {
-                const rotation rot = find_rotation(node->src[0]);
+                const rotation rot   = find_rotation(node->src[0]);
                 layer->info.hadamard = rot.hadamard;
                 read_rope(rot.rope, layer->info.rope_k, layer->freq_factors_k);
             }
         } else if (node->op == GGML_OP_FLASH_ATTN_EXT) {
             if (auto * layer = layer_of(node->src[1])) {
-                auto & info = layer->info;
+                auto & info     = layer->info;
                 info.head_dim_k = (int32_t) node->src[0]->ne[0];
                 info.n_head     = (int32_t) node->src[0]->ne[2];
                 info.n_head_kv  = (int32_t) node->src[1]->ne[2];
@@ -148,7 +151,8 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
 
     for (auto & layer : layers) {
         if (layer.info.n_head == 0) {
-            throw std::runtime_error("flash attention is off or not possible for this model, and without it V is stored transposed");
+            throw std::runtime_error(
+                    "flash attention is off or not possible for this model, and without it V is stored transposed");
         }
         // the vectors may have moved while layers were collected
         layer.info.rope_k.freq_factors = layer.freq_factors_k.data();
@@ -163,9 +167,10 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
 
 std::vector<kvmem_piece> kvmem_memory::pieces() const {
     std::vector<kvmem_piece> res;
-    size_t offset = 0;
+    size_t                   offset = 0;
     for (const auto & layer : layers) {
-        for (auto rows : { std::make_pair(layer.k, layer.info.k_row_bytes), std::make_pair(layer.v, layer.info.v_row_bytes) }) {
+        for (auto rows :
+                { std::make_pair(layer.k, layer.info.k_row_bytes), std::make_pair(layer.v, layer.info.v_row_bytes) }) {
             res.push_back({ rows.first, block_tokens * rows.second, offset });
             offset += block_tokens * rows.second;
         }

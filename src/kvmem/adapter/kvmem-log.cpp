@@ -1,4 +1,5 @@
-// Log lines of llama.cpp and ggml, kept until the bindings fetch them: they come from any thread, and none of those may enter Python.
+// Log lines of llama.cpp and ggml, kept until the bindings fetch them: they come from any thread, and none of those may
+// enter Python.
 #include "kvmem.h"
 
 #include <algorithm>

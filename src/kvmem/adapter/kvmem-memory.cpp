@@ -35,8 +35,10 @@ kvmem_memory::kvmem_memory(std::unique_ptr<llama_memory_i> owned) : inner(std::m
     } else if (dynamic_cast<llama_memory_recurrent *>(mem)) {
         throw std::runtime_error("a purely recurrent model has no KV blocks to tier");
     } else {
-        // MSA, DSA, DSV4 and the hybrid index cache mirror one cell layout in several caches, and a hook in one breaks the others
-        throw std::runtime_error("the cache of this architecture keeps an index beside its K and V (MSA, DSA, DSV4 or hybrid index)");
+        // MSA, DSA, DSV4 and the hybrid index cache mirror one cell layout in several caches, and a hook in one breaks
+        // the others
+        throw std::runtime_error(
+                "the cache of this architecture keeps an index beside its K and V (MSA, DSA, DSV4 or hybrid index)");
     }
     if (attn->get_n_stream() != 1) {
         throw std::runtime_error("the cache must have one stream (n_seq_max = 1 or a unified cache)");
@@ -90,7 +92,8 @@ bool kvmem_memory::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
     if (!recr) {
         return inner->seq_rm(seq_id, p0, p1);
     }
-    // the hybrid's own seq_rm leaves both halves untouched if the recurrent one cannot follow; a failed decode ignores that
+    // the hybrid's own seq_rm leaves both halves untouched if the recurrent one cannot follow; a failed decode ignores
+    // that
     if (recr->seq_rm(seq_id, p0, p1)) {
         return attn->seq_rm(seq_id, p0, p1);
     }
@@ -170,19 +173,20 @@ struct factory_guard {
     ~factory_guard() { llama_set_memory_factory(nullptr, nullptr); }
 };
 
-llama_memory_i * create_memory(const llama_model & model, const llama_memory_params & params, const llama_cparams & cparams, void * user_data) {
+llama_memory_i * create_memory(const llama_model & model, const llama_memory_params & params,
+        const llama_cparams & cparams, void * user_data) {
     auto * request = (factory_request *) user_data;
     try {
         if (request->created) {
             throw std::runtime_error("the memory factory was armed for one context and is asked for a second");
         }
         llama_cparams sized = cparams; // the cache gets n_cells, the context keeps the workspace as n_ctx
-        sized.n_ctx_seq = request->n_cells;
+        sized.n_ctx_seq     = request->n_cells;
         std::unique_ptr<llama_memory_i> inner(model.create_memory(params, sized));
         if (!inner) {
             throw std::runtime_error("this architecture has no memory to tier");
         }
-        auto memory = std::make_unique<kvmem_memory>(std::move(inner));
+        auto memory      = std::make_unique<kvmem_memory>(std::move(inner));
         request->created = memory.get();
         return memory.release();
     } catch (const std::exception & e) {
@@ -197,9 +201,8 @@ factory_guard::factory_guard(factory_request * request) {
 
 } // namespace
 
-int kvmem_context_init(
-        llama_model * model, const llama_context_params * params, uint32_t n_cells, uint32_t block_tokens,
-        llama_context ** ctx, kvmem_memory ** memory) {
+int kvmem_context_init(llama_model * model, const llama_context_params * params, uint32_t n_cells,
+        uint32_t block_tokens, llama_context ** ctx, kvmem_memory ** memory) {
     *ctx    = nullptr;
     *memory = nullptr;
     kvmem_set_error("");

@@ -23,15 +23,16 @@ struct kvmem_layer_data {
 struct kvmem_tap {
     std::vector<int32_t> slot_of_layer; // layer index -> position in the output, -1: not tapped
     std::vector<int32_t> rows;
-    std::vector<int64_t> n_seen;        // tokens that each layer has computed so far
-    std::vector<size_t>  n_read;        // rows that each layer has delivered so far
+    std::vector<int64_t> n_seen; // tokens that each layer has computed so far
+    std::vector<size_t>  n_read; // rows that each layer has delivered so far
     float *              out    = nullptr;
     bool                 active = false;
     bool                 failed = false;
 };
 
 struct kvmem_memory : public llama_memory_i {
-    explicit kvmem_memory(std::unique_ptr<llama_memory_i> inner); // throws std::runtime_error with the reason if it cannot be tiered
+    explicit kvmem_memory(
+            std::unique_ptr<llama_memory_i> inner); // throws std::runtime_error with the reason if it cannot be tiered
 
     // finds every layer's tensors and rotations in the graph
     void bind(llama_context * ctx, uint32_t block_tokens);
@@ -46,11 +47,11 @@ struct kvmem_memory : public llama_memory_i {
 
     void clear(bool data) override;
 
-    bool seq_rm  (llama_seq_id seq_id, llama_pos p0, llama_pos p1) override;
-    void seq_cp  (llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) override;
-    void seq_keep(llama_seq_id seq_id) override;
-    [[noreturn]] void seq_add (llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) override;
-    [[noreturn]] void seq_div (llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) override;
+    bool              seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) override;
+    void              seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) override;
+    void              seq_keep(llama_seq_id seq_id) override;
+    [[noreturn]] void seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) override;
+    [[noreturn]] void seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) override;
 
     llama_pos seq_pos_min(llama_seq_id seq_id) const override;
     llama_pos seq_pos_max(llama_seq_id seq_id) const override;
@@ -58,7 +59,7 @@ struct kvmem_memory : public llama_memory_i {
     std::map<ggml_backend_buffer_type_t, size_t> memory_breakdown() const override;
 
     void state_write(llama_io_write_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) const override;
-    void state_read (llama_io_read_i  & io, llama_seq_id seq_id, llama_state_seq_flags flags) override;
+    void state_read(llama_io_read_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) override;
 
     std::vector<kvmem_piece> pieces() const;
 
@@ -75,14 +76,15 @@ struct kvmem_memory : public llama_memory_i {
     llama_memory_recurrent * recr = nullptr;
 
     std::vector<kvmem_layer_data> layers;
-    std::vector<int32_t>          placed;              // cells of the next decode call
-    std::vector<std::pair<int32_t, uint32_t>> clears;  // (first cell, count) to forget: done beside the copies of kvmem_blocks_in
-    uint32_t                      n_used_at_place = 0; // tells how far a batch has got, also when llama.cpp plans it twice
+    std::vector<int32_t>          placed; // cells of the next decode call
+    std::vector<std::pair<int32_t, uint32_t>>
+             clears;              // (first cell, count) to forget: done beside the copies of kvmem_blocks_in
+    uint32_t n_used_at_place = 0; // tells how far a batch has got, also when llama.cpp plans it twice
     std::unique_ptr<kvmem_transfer> transfer;
-    uint32_t                      block_tokens = 0;
-    size_t                        cell_bytes = 0;      // K and V rows of one cell, all layers
-    kvmem_tap                     tap;
-    bool                          recurrent_valid = true;
+    uint32_t                        block_tokens = 0;
+    size_t                          cell_bytes   = 0; // K and V rows of one cell, all layers
+    kvmem_tap                       tap;
+    bool                            recurrent_valid = true;
 };
 
 void kvmem_set_error(const std::string & text);

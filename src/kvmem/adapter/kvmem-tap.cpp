@@ -22,8 +22,8 @@ static int find_tapped_layer(const kvmem_memory * memory, const ggml_tensor * no
 
 // Q is not overwritten by the attention that reads it, so it can be read once that node is done
 static bool tap_callback(ggml_tensor * node, bool ask, void * user_data) {
-    auto * memory = (kvmem_memory *) user_data;
-    const int layer = find_tapped_layer(memory, node);
+    auto *    memory = (kvmem_memory *) user_data;
+    const int layer  = find_tapped_layer(memory, node);
     if (ask) {
         return layer >= 0;
     }
@@ -33,16 +33,16 @@ static bool tap_callback(ggml_tensor * node, bool ask, void * user_data) {
     auto & tap = memory->tap;
 
     // src[0] is f32 [head_dim, n_tokens, n_head], a permuted view of [head_dim, n_head, n_tokens]
-    const ggml_tensor * q = node->src[0];
-    const int64_t head_dim = q->ne[0];
-    const int64_t n_tokens = q->ne[1];
-    const int64_t n_head   = q->ne[2];
-    const int32_t at       = tap.slot_of_layer[layer];
+    const ggml_tensor * q        = node->src[0];
+    const int64_t       head_dim = q->ne[0];
+    const int64_t       n_tokens = q->ne[1];
+    const int64_t       n_head   = q->ne[2];
+    const int32_t       at       = tap.slot_of_layer[layer];
 
     auto & n_seen = tap.n_seen[at];
     auto & n_read = tap.n_read[at];
     while (n_read < tap.rows.size() && tap.rows[n_read] < n_seen + n_tokens) {
-        float * out = tap.out + (at * tap.rows.size() + n_read) * n_head * head_dim;
+        float *      out = tap.out + (at * tap.rows.size() + n_read) * n_head * head_dim;
         const size_t row = (size_t) (tap.rows[n_read] - n_seen) * q->nb[1];
         if (q->type != GGML_TYPE_F32) {
             tap.failed = true;
@@ -59,8 +59,8 @@ static bool tap_callback(ggml_tensor * node, bool ask, void * user_data) {
     return true;
 }
 
-int kvmem_tap_begin(
-        kvmem_memory * memory, const int32_t * layers, uint32_t n_layers, const int32_t * rows, uint32_t n_rows, float * out) {
+int kvmem_tap_begin(kvmem_memory * memory, const int32_t * layers, uint32_t n_layers, const int32_t * rows,
+        uint32_t n_rows, float * out) {
     auto & tap = memory->tap;
     if (tap.active) {
         kvmem_set_error("the query tap is open already");
@@ -73,7 +73,7 @@ int kvmem_tap_begin(
             return KVMEM_ERR_ARGUMENT;
         }
         const auto & first = memory->layers[layers[0]].info;
-        const auto & info = memory->layers[layers[i]].info;
+        const auto & info  = memory->layers[layers[i]].info;
         if (info.n_head != first.n_head || info.head_dim_k != first.head_dim_k) {
             kvmem_set_error("tapped layers differ in their heads");
             return KVMEM_ERR_UNSUPPORTED;

@@ -1,5 +1,6 @@
-// The CUDA way: one copy a payload into (or out of) staging buffers, and a kernel that scatters (or gathers) its pieces.
-// Per-piece copies reach half the rate of the link, and cost the submitting thread 20 times as much (docs/gpu.md).
+// The CUDA way: one copy a payload into (or out of) staging buffers, and a kernel that scatters (or gathers) its
+// pieces. Per-piece copies reach half the rate of the link, and cost the submitting thread 20 times as much
+// (docs/gpu.md).
 #include "kvmem-transfer.h"
 
 #include "ggml-backend.h"
@@ -30,14 +31,15 @@ struct device_piece {
 
 // grid: (payloads, pieces); 16 bytes a thread and step
 template <bool to_cache>
-__global__ void copy_pieces(const device_piece * pieces, const int32_t * slots, uint8_t * staging, size_t payload_bytes) {
-    const device_piece piece = pieces[blockIdx.y];
-    uint8_t * cache  = piece.data + slots[blockIdx.x] * piece.bytes;
-    uint8_t * packed = staging + blockIdx.x * payload_bytes + piece.offset;
+__global__ void copy_pieces(
+        const device_piece * pieces, const int32_t * slots, uint8_t * staging, size_t payload_bytes) {
+    const device_piece piece  = pieces[blockIdx.y];
+    uint8_t *          cache  = piece.data + slots[blockIdx.x] * piece.bytes;
+    uint8_t *          packed = staging + blockIdx.x * payload_bytes + piece.offset;
 
-    const size_t n = piece.bytes / sizeof(uint4);
-    auto * dst = (uint4 *) (to_cache ? cache : packed);
-    auto * src = (const uint4 *) (to_cache ? packed : cache);
+    const size_t n   = piece.bytes / sizeof(uint4);
+    auto *       dst = (uint4 *) (to_cache ? cache : packed);
+    auto *       src = (const uint4 *) (to_cache ? packed : cache);
     for (size_t i = threadIdx.x; i < n; i += blockDim.x) {
         dst[i] = src[i];
     }
@@ -51,10 +53,11 @@ struct cuda_transfer : kvmem_transfer {
             table.push_back({ (uint8_t *) piece.tensor->data, piece.bytes, piece.offset });
             payload_bytes = std::max(payload_bytes, piece.offset + piece.bytes);
         }
-        n_pieces = (unsigned) table.size();
+        n_pieces    = (unsigned) table.size();
         per_staging = (uint32_t) std::max<size_t>(1, staging_bytes / payload_bytes);
         check(cudaMalloc(&d_pieces, table.size() * sizeof(device_piece)), "no device memory for the piece table");
-        check(cudaMemcpy(d_pieces, table.data(), table.size() * sizeof(device_piece), cudaMemcpyHostToDevice), "piece table");
+        check(cudaMemcpy(d_pieces, table.data(), table.size() * sizeof(device_piece), cudaMemcpyHostToDevice),
+                "piece table");
         for (auto & lane : lanes) {
             check(cudaMalloc(&lane.staging, per_staging * payload_bytes), "no device memory for the staging buffers");
             check(cudaMalloc(&lane.d_slots, per_staging * sizeof(int32_t)), "no device memory for the staging buffers");
@@ -83,7 +86,8 @@ struct cuda_transfer : kvmem_transfer {
             launch<false>(lane, slots + begin, count);
             for (uint32_t i = 0; i < count; ++i) {
                 check(cudaMemcpyAsync(payloads[begin + i], lane.staging + i * payload_bytes, payload_bytes,
-                            cudaMemcpyDeviceToHost, lane.stream), "copy to the host");
+                              cudaMemcpyDeviceToHost, lane.stream),
+                        "copy to the host");
             }
         });
     }
@@ -92,7 +96,8 @@ struct cuda_transfer : kvmem_transfer {
         run(n, [&](lane_t & lane, uint32_t begin, uint32_t count) {
             for (uint32_t i = 0; i < count; ++i) {
                 check(cudaMemcpyAsync(lane.staging + i * payload_bytes, payloads[begin + i], payload_bytes,
-                            cudaMemcpyHostToDevice, lane.stream), "copy to the device");
+                              cudaMemcpyHostToDevice, lane.stream),
+                        "copy to the device");
             }
             launch<true>(lane, slots + begin, count);
         });
@@ -124,7 +129,8 @@ struct cuda_transfer : kvmem_transfer {
         cudaStream_t stream  = nullptr;
     };
 
-    // alternates between the lanes, so that one copies while the other scatters; waits for both at the end, also on an error
+    // alternates between the lanes, so that one copies while the other scatters; waits for both at the end, also on an
+    // error
     template <typename F>
     void run(uint32_t n, F submit) {
         check(cudaSetDevice(device), "no CUDA device");
@@ -153,8 +159,10 @@ struct cuda_transfer : kvmem_transfer {
     template <bool to_cache>
     void launch(lane_t & lane, const int32_t * slots, uint32_t n) {
         memcpy(lane.h_slots, slots, n * sizeof(int32_t));
-        check(cudaMemcpyAsync(lane.d_slots, lane.h_slots, n * sizeof(int32_t), cudaMemcpyHostToDevice, lane.stream), "slot numbers");
-        copy_pieces<to_cache><<<dim3(n, n_pieces), n_threads, 0, lane.stream>>>(d_pieces, lane.d_slots, lane.staging, payload_bytes);
+        check(cudaMemcpyAsync(lane.d_slots, lane.h_slots, n * sizeof(int32_t), cudaMemcpyHostToDevice, lane.stream),
+                "slot numbers");
+        copy_pieces<to_cache>
+                <<<dim3(n, n_pieces), n_threads, 0, lane.stream>>>(d_pieces, lane.d_slots, lane.staging, payload_bytes);
         check(cudaGetLastError(), "scatter kernel");
     }
 
@@ -172,10 +180,9 @@ std::unique_ptr<kvmem_transfer> kvmem_transfer_cuda(std::vector<kvmem_piece> pie
     int device = -1;
     for (const auto & piece : pieces) {
         cudaPointerAttributes attributes = {};
-        if (ggml_backend_buffer_is_host(piece.tensor->buffer)
-                || cudaPointerGetAttributes(&attributes, piece.tensor->data) != cudaSuccess
-                || attributes.type != cudaMemoryTypeDevice
-                || (device >= 0 && attributes.device != device)) {
+        if (ggml_backend_buffer_is_host(piece.tensor->buffer) ||
+                cudaPointerGetAttributes(&attributes, piece.tensor->data) != cudaSuccess ||
+                attributes.type != cudaMemoryTypeDevice || (device >= 0 && attributes.device != device)) {
             cudaGetLastError();
             return nullptr;
         }

@@ -28,13 +28,13 @@ struct kvmem_transfer {
 
     virtual const char * name() const = 0;
 
-    virtual void get (const int32_t * slots, uint8_t * const * payloads, uint32_t n) = 0;
-    virtual void set (const int32_t * slots, const uint8_t * const * payloads, uint32_t n) = 0;
-    virtual void move(int32_t source, int32_t target) = 0;
+    virtual void get(const int32_t * slots, uint8_t * const * payloads, uint32_t n)       = 0;
+    virtual void set(const int32_t * slots, const uint8_t * const * payloads, uint32_t n) = 0;
+    virtual void move(int32_t source, int32_t target)                                     = 0;
 
     // host memory that this way copies fast from and to; null if there is none
-    virtual uint8_t * host_alloc(size_t bytes) = 0;
-    virtual void      host_free (uint8_t * data) = 0;
+    virtual uint8_t * host_alloc(size_t bytes)  = 0;
+    virtual void      host_free(uint8_t * data) = 0;
 };
 
 // any backend, by ggml's synchronous tensor copies

@@ -18,7 +18,7 @@ extern "C" {
 typedef struct kvmem_memory kvmem_memory;
 
 enum kvmem_status {
-    KVMEM_OK              =  0,
+    KVMEM_OK              = 0,
     KVMEM_ERR_ARGUMENT    = -1, // a cell, slot or row that does not exist
     KVMEM_ERR_UNSUPPORTED = -2, // a model or cache kind that cannot be tiered
     KVMEM_ERR_NO_MEMORY   = -3,
@@ -28,10 +28,10 @@ enum kvmem_status {
 
 // RoPE as the graph applies it (GGML_OP_ROPE), see ggml_rope_ext and ggml_rope_multi
 typedef struct {
-    int32_t       n_dims;     // 0: this tensor is not rotated
-    int32_t       mode;       // GGML_ROPE_TYPE_*
+    int32_t       n_dims; // 0: this tensor is not rotated
+    int32_t       mode;   // GGML_ROPE_TYPE_*
     int32_t       n_ctx_orig;
-    int32_t       offset;     // first rotated dimension
+    int32_t       offset; // first rotated dimension
     float         freq_base;
     float         freq_scale;
     float         ext_factor;
@@ -44,20 +44,20 @@ typedef struct {
 } kvmem_rope;
 
 typedef struct {
-    int32_t    il;          // layer of the model
+    int32_t    il; // layer of the model
     int32_t    n_head;
     int32_t    n_head_kv;
     int32_t    head_dim_k;
     int32_t    head_dim_v;
-    int32_t    type_k;      // ggml_type
+    int32_t    type_k; // ggml_type
     int32_t    type_v;
     int32_t    hadamard;    // size of the Walsh-Hadamard blocks that K and Q went through; 0: none
     size_t     k_row_bytes; // one cell
     size_t     v_row_bytes;
-    float      kq_scale;    // factor before the softmax
+    float      kq_scale; // factor before the softmax
     kvmem_rope rope_k;
     kvmem_rope rope_q;
-    void    (* dequantize_k)(const void * src, float * dst, int64_t n);
+    void (*dequantize_k)(const void * src, float * dst, int64_t n);
 } kvmem_layer;
 
 typedef struct {
@@ -70,18 +70,17 @@ typedef struct {
 // Why the last call of this thread failed; "" if it did not.
 KVMEM_API const char * kvmem_last_error(void);
 
-// Create a context whose attention cache has n_cells cells in slots of block_tokens; params.n_ctx stays the logical workspace.
-// Supported: one plain KV cache with flash attention, alone or beside a recurrent state.
-KVMEM_API int kvmem_context_init(
-        struct llama_model * model, const struct llama_context_params * params, uint32_t n_cells, uint32_t block_tokens,
-        struct llama_context ** ctx, kvmem_memory ** memory);
+// Create a context whose attention cache has n_cells cells in slots of block_tokens; params.n_ctx stays the logical
+// workspace. Supported: one plain KV cache with flash attention, alone or beside a recurrent state.
+KVMEM_API int kvmem_context_init(struct llama_model * model, const struct llama_context_params * params,
+        uint32_t n_cells, uint32_t block_tokens, struct llama_context ** ctx, kvmem_memory ** memory);
 
-KVMEM_API uint32_t kvmem_n_cells (const kvmem_memory * memory);
+KVMEM_API uint32_t kvmem_n_cells(const kvmem_memory * memory);
 KVMEM_API uint32_t kvmem_n_layers(const kvmem_memory * memory);
 KVMEM_API int      kvmem_layer_get(const kvmem_memory * memory, uint32_t i, kvmem_layer * layer);
 KVMEM_API int      kvmem_is_hybrid(const kvmem_memory * memory);
 // Bytes of the attention cache and of the recurrent state on the devices
-KVMEM_API void     kvmem_memory_bytes(const kvmem_memory * memory, size_t * attention, size_t * recurrent);
+KVMEM_API void kvmem_memory_bytes(const kvmem_memory * memory, size_t * attention, size_t * recurrent);
 
 // cells
 
@@ -92,43 +91,49 @@ KVMEM_API int kvmem_cells_publish(kvmem_memory * memory, int32_t cell, const kvm
 // Forget n cells from `cell` on, before anything else is done with cells. Never touches the recurrent state.
 KVMEM_API int kvmem_cells_clear(kvmem_memory * memory, int32_t cell, uint32_t n);
 // pos and token of each cell, or pos -1; for checks
-KVMEM_API int kvmem_cells_read(const kvmem_memory * memory, int32_t cell, int32_t * pos, uint32_t n);
+KVMEM_API int      kvmem_cells_read(const kvmem_memory * memory, int32_t cell, int32_t * pos, uint32_t n);
 KVMEM_API uint32_t kvmem_cells_used(const kvmem_memory * memory);
 
 // rows: a block payload is `layer 0 K | layer 0 V | layer 1 K | ...`, block_tokens rows each
 
 KVMEM_API size_t kvmem_payload_bytes(const kvmem_memory * memory);
-KVMEM_API int kvmem_rows_get (kvmem_memory * memory, const int32_t * slots, uint8_t * const * payloads, uint32_t n);
-KVMEM_API int kvmem_rows_set (kvmem_memory * memory, const int32_t * slots, const uint8_t * const * payloads, uint32_t n);
-// kvmem_rows_set and kvmem_cells_publish of n whole blocks at the same time; after an error some cells may be published.
+KVMEM_API int    kvmem_rows_get(kvmem_memory * memory, const int32_t * slots, uint8_t * const * payloads, uint32_t n);
+KVMEM_API int    kvmem_rows_set(
+        kvmem_memory * memory, const int32_t * slots, const uint8_t * const * payloads, uint32_t n);
+// kvmem_rows_set and kvmem_cells_publish of n whole blocks at the same time; after an error some cells may be
+// published.
 KVMEM_API int kvmem_blocks_in(kvmem_memory * memory, const int32_t * slots, const uint8_t * const * payloads,
         const kvmem_cell_meta * const * meta, uint32_t n);
 KVMEM_API int kvmem_rows_move(kvmem_memory * memory, int32_t source, int32_t target);
 // How rows are copied: "generic" or "cuda"
 KVMEM_API const char * kvmem_transfer_name(const kvmem_memory * memory);
-// Choose the way by name, to compare them; host memory of the way before must be freed. Fails with KVMEM_ERR_UNSUPPORTED.
+// Choose the way by name, to compare them; host memory of the way before must be freed. Fails with
+// KVMEM_ERR_UNSUPPORTED.
 KVMEM_API int kvmem_transfer_use(kvmem_memory * memory, const char * name);
-// Host memory that rows are copied fast from and to (pinned beside a GPU); NULL if there is none left. Free it before the context.
+// Host memory that rows are copied fast from and to (pinned beside a GPU); NULL if there is none left. Free it before
+// the context.
 KVMEM_API uint8_t * kvmem_host_alloc(kvmem_memory * memory, size_t bytes);
-KVMEM_API void      kvmem_host_free (kvmem_memory * memory, uint8_t * data);
+KVMEM_API void      kvmem_host_free(kvmem_memory * memory, uint8_t * data);
 
 // the query tap: Q as flash attention reads it (rotated), for chosen tokens of the next llama_decode calls
 
-// rows: ascending indices, counted over all tokens decoded from here on. layers: indices into kvmem_layer_get, ascending.
-// out: f32 [n_layers][n_rows][n_head * head_dim_k], every tapped layer of one size; must live until kvmem_tap_end.
-KVMEM_API int kvmem_tap_begin(
-        kvmem_memory * memory, const int32_t * layers, uint32_t n_layers, const int32_t * rows, uint32_t n_rows, float * out);
+// rows: ascending indices, counted over all tokens decoded from here on. layers: indices into kvmem_layer_get,
+// ascending. out: f32 [n_layers][n_rows][n_head * head_dim_k], every tapped layer of one size; must live until
+// kvmem_tap_end.
+KVMEM_API int kvmem_tap_begin(kvmem_memory * memory, const int32_t * layers, uint32_t n_layers, const int32_t * rows,
+        uint32_t n_rows, float * out);
 // Stop. Fails with KVMEM_ERR_STATE if a row of a layer was not seen.
 KVMEM_API int kvmem_tap_end(kvmem_memory * memory);
 
-// A failed or aborted decode, or a removal that the recurrent state cannot follow, makes that state unusable until it is restored.
+// A failed or aborted decode, or a removal that the recurrent state cannot follow, makes that state unusable until it
+// is restored.
 KVMEM_API int  kvmem_recurrent_valid(const kvmem_memory * memory);
 KVMEM_API void kvmem_recurrent_restored(kvmem_memory * memory);
 
 // log
 
 // Collect the log lines of llama.cpp and ggml (at most 2000, the oldest go first).
-KVMEM_API void   kvmem_log_install(void);
+KVMEM_API void kvmem_log_install(void);
 // Take the oldest line: fills text and the ggml_log_level, returns its size with the final zero, or 0 if there is none.
 KVMEM_API size_t kvmem_log_take(char * text, size_t size, int * level);
 

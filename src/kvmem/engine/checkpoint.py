@@ -1,4 +1,7 @@
-"""Checkpoints: recurrent states by position. A hybrid model can go back to these and nowhere else."""
+"""Checkpoints.
+
+Recurrent states by position. A hybrid model can go back to these and nowhere else.
+"""
 
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,4 +1,7 @@
-"""The reply: one token after the other, until something ends it. The pool and the reserve never do."""
+"""The reply.
+
+One token after the other, until something ends it. The pool and the reserve never do.
+"""
 
 from collections.abc import Generator
 from time import perf_counter
@@ -27,7 +30,9 @@ def decode_reply(
     stats: RequestStats,
     cancel: CancelToken | None,
 ) -> Generator[Event, None, StopReason]:
-    """Yield the reply's tokens and return why it ended. The last token is not decoded: no one has asked what follows.
+    """Yield the reply's tokens and return why it ended.
+
+    The last token is not decoded: no one has asked what follows it.
 
     Raises Cancelled; the tokens yielded before stand in the history, save the last.
     """

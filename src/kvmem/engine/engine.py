@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -25,7 +26,8 @@ class Engine:
     progress: called with 0..1 while the model loads.
 
     Raises:
-        ModelError, ConfigError, CapacityError: the model, a setting, or the memory for them cannot be had.
+        ModelError, ConfigError, CapacityError: the model, a setting, or the memory for them cannot
+            be had.
     """
 
     def __init__(
@@ -35,7 +37,7 @@ class Engine:
         progress: Callable[[float], object] | None = None,
     ) -> None:
         if not isinstance(config, EngineConfig):
-            config = EngineConfig(model=ModelConfig(path=os.fspath(config)))  # type: ignore[arg-type]
+            config = EngineConfig(model=ModelConfig(path=Path(config)))
         self.config = config
         self._turns = Turns()
         self._session: Session | None = None
@@ -62,19 +64,23 @@ class Engine:
             raise ConfigError(
                 "budget_tokens",
                 sizes.budget_tokens,
-                f"at least two blocks of {sizes.block_tokens}: the one that is written and one to look back at",
+                f"at least two blocks of {sizes.block_tokens}: one to write and one to look back at",
             )
         context = Context(
             self.model,
             n_ctx=sizes.workspace_tokens,
-            n_cells=(sizes.n_slots + slack_blocks(memory)) * sizes.block_tokens if memory.enabled else 0,
+            n_cells=(sizes.n_slots + slack_blocks(memory)) * sizes.block_tokens
+            if memory.enabled
+            else 0,
             block_tokens=sizes.block_tokens if memory.enabled else 0,
             n_batch=memory.batch_tokens,
             n_ubatch=memory.ubatch,
             type_k=memory.type_k,
             type_v=memory.type_v,
             # a tiered V must lie in rows, and only flash attention keeps it so
-            flash_attn="on" if memory.enabled and memory.flash_attn == "auto" else memory.flash_attn,
+            flash_attn="on"
+            if memory.enabled and memory.flash_attn == "auto"
+            else memory.flash_attn,
             n_threads=config.model.threads,
             n_threads_batch=config.model.threads_batch,
         )
@@ -96,7 +102,10 @@ class Engine:
         return self.sizes.workspace_tokens
 
     def session(self) -> Session:
-        """A new, empty history. The engine holds one: the session before, if it is open, is closed."""
+        """A new, empty history.
+
+        The engine holds one: the session before, if it is open, is closed.
+        """
         memory = self.memory
         if self._session is not None:
             self._session.close()
@@ -104,7 +113,10 @@ class Engine:
         return self._session
 
     def close(self) -> None:
-        """Free the context and the model. A second call does nothing; waits for a generation in another thread."""
+        """Free the context and the model.
+
+        A second call does nothing; waits for a generation in another thread.
+        """
         with self._turns.take():
             if self._memory is not None:
                 self._memory.close()

@@ -20,7 +20,10 @@ class PromptProgress:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One sampled token. piece: its bytes, which may end inside a character; empty for an end token."""
+    """One sampled token.
+
+    Piece: its bytes, which may end inside a character; empty for an end token.
+    """
 
     token: int
     piece: bytes

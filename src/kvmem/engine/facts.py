@@ -1,4 +1,7 @@
-"""What the sizes of the memory follow from: the model as it is loaded, and the machine as it is now."""
+"""What the sizes of the memory follow from.
+
+The model as it is loaded, and the machine as it is now.
+"""
 
 from pathlib import Path
 
@@ -12,7 +15,8 @@ from kvmem.llama.model import Model
 
 __all__ = ["host_bytes_per_token", "memory_facts", "probe_layout"]
 
-# Per token beside the record's rows: CellMeta and the tables of tokens and positions, and the token index.
+# Per token beside the record's rows: CellMeta and the tables of tokens and positions, and the token
+# index.
 TABLE_BYTES = 28 + 20 + 8
 
 PROBE_TOKENS = 16
@@ -36,15 +40,17 @@ def probe_layout(model: Model, memory: MemoryConfig) -> KvLayout:
 
 
 def host_bytes_per_token(layout: KvLayout) -> int:
-    """Record, summaries and tables of one token, as the default (uncalibrated) scorer needs them."""
+    """Record, summaries and tables of one token, as the uncalibrated scorer needs them."""
     summaries = sum(
-        layer.n_head_kv * (layer.head_dim_k + 2) / UNCALIBRATED_SLICE_TOKENS for layer in layout.layers
+        layer.n_head_kv * (layer.head_dim_k + 2) / UNCALIBRATED_SLICE_TOKENS
+        for layer in layout.layers
     )
     return int(layout.payload_bytes / layout.block_tokens + summaries + TABLE_BYTES)
 
 
 def memory_facts(model: Model, config: EngineConfig) -> MemoryFacts:
-    """Facts for MemoryConfig.resolve. The model is loaded, so its weights are not in the free memory any more.
+    """Facts for MemoryConfig.resolve. The model is loaded, so its weights are not in the free
+    memory any more.
 
     Raises ModelError if the architecture's cache cannot be tiered.
     """
@@ -71,7 +77,10 @@ def memory_facts(model: Model, config: EngineConfig) -> MemoryFacts:
 
 
 def _estimate_kv_bytes(model: Model, memory: MemoryConfig) -> int:
-    """Upper bound for plain llama.cpp, from the header: every layer with attention, all heads of one size."""
+    """Upper bound for plain llama.cpp, from the header.
+
+    Every layer with attention, all heads of one size.
+    """
     head_dim = model.n_embd // max(1, model.n_head)
     values = model.n_layer * model.n_head_kv * head_dim
     sizes = {kind.name: kind.n_bytes / kind.block for kind in KV_TYPES.values()}

@@ -1,6 +1,7 @@
 """The memory of one history: what the engine does to tokens, in terms of blocks.
 
-TieredMemory keeps a bounded working set on the device and everything on the host; PlainMemory is stock llama.cpp.
+TieredMemory keeps a bounded working set on the device and everything on the host; PlainMemory is
+stock llama.cpp.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +33,10 @@ Outputs = Literal["last", "all", "none"] | Sequence[int]
 
 
 def text_positions(start: int, stop: int) -> I32:
-    """Positions of text tokens: int32 [n, 4], as llama.cpp expands them for M-RoPE (t, y, x equal, the fourth 0)."""
+    """Positions of text tokens.
+
+    Int32 [n, 4], as llama.cpp expands them for M-RoPE (t, y, x equal, the fourth 0).
+    """
     pos = np.zeros((stop - start, 4), np.int32)
     pos[:, :3] = np.arange(start, stop, dtype=np.int32)[:, None]
     return pos
@@ -71,7 +75,10 @@ class PlainMemory:
         self.n_tokens = stop
 
     def truncate(self, n_tokens: int) -> None:
-        """Forget the tokens from n_tokens on; a recurrent state that cannot be rewound forgets everything."""
+        """Forget the tokens from n_tokens on.
+
+        A recurrent state that cannot be rewound forgets everything.
+        """
         if self.context.seq_pos_max(0) >= n_tokens and not self.context.seq_rm(0, n_tokens, -1):
             self.context.clear()
             n_tokens = 0
@@ -82,7 +89,9 @@ class PlainMemory:
 
 
 class TieredMemory:
-    """A working set over llama.cpp's cells, with what is needed to score every block of the history."""
+    """A working set over llama.cpp's cells, with what is needed to score every block of the
+    history.
+    """
 
     def __init__(self, context: Context, sizes: PoolSizes, config: MemoryConfig) -> None:
         self.context = context
@@ -92,7 +101,8 @@ class TieredMemory:
         self.scorer = config.scorer
         self.block_tokens = sizes.block_tokens
         self.budget_blocks = sizes.n_budget_blocks
-        # a chunk sees the window as it was when it began: a quarter leaves three quarters to look back at
+        # a chunk sees the window as it was when it began: a quarter leaves three quarters to look
+        # back at
         quarter = self.budget_blocks // 4 * self.block_tokens
         self.chunk_tokens = max(self.block_tokens, min(config.batch_tokens, quarter))
         self.host = HostBudget(sizes.host_limit_bytes)
@@ -125,11 +135,15 @@ class TieredMemory:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether a recurrent state stands beside the attention cache: it can go back to checkpoints only."""
+        """Whether a recurrent state stands beside the attention cache.
+
+        It can go back to checkpoints only.
+        """
         return self.port.is_hybrid
 
     def save_checkpoint(self) -> bool:
-        """Make it possible to go back to this point of the history; on attention alone it always is.
+        """Make it possible to go back to this point of the history; on attention alone it always
+        is.
 
         Returns False where the host limit has no room for the state.
         """
@@ -142,7 +156,10 @@ class TieredMemory:
             self.checkpoint_s += perf_counter() - started
 
     def spread_checkpoint(self) -> None:
-        """Save one where the last is far behind: what a change in the middle of a history costs to read again."""
+        """Save one where the last is far behind.
+
+        What a change in the middle of a history costs to read again.
+        """
         newest = self.checkpoints.positions[-1] if len(self.checkpoints) else 0
         if self.n_tokens - newest >= CHECKPOINT_GAP_TOKENS:
             self.save_checkpoint()
@@ -163,7 +180,10 @@ class TieredMemory:
         cancel: CancelToken | None = None,
         reply: bool = False,
     ) -> None:
-        """Run one batch and append it. After an error the history is as before, or at the checkpoint before that."""
+        """Run one batch and append it.
+
+        After an error the history is as before, or at the checkpoint before that.
+        """
         ws = self.working_set
         start = ws.n_tokens
         ws.prepare(len(tokens), reply=reply)
@@ -188,14 +208,17 @@ class TieredMemory:
         on_chunk: Callable[[int], None] | None = None,
         seal: bool = True,
     ) -> None:
-        """Append any number of tokens in chunks; the oldest blocks behind the sink leave when the budget is full.
+        """Append any number of tokens in chunks; the oldest blocks behind the sink leave when the
+        budget is full.
 
         outputs holds for the last chunk. seal: store completed blocks as they fill.
         """
         done = 0
         while done < len(tokens):
             n = min(self.chunk_tokens, len(tokens) - done)
-            if n < len(tokens) - done:  # end at a border, so that the chunk leaves no open block behind
+            if (
+                n < len(tokens) - done
+            ):  # end at a border, so that the chunk leaves no open block behind
                 n -= (self.n_tokens + n) % self.block_tokens
             self.make_room(n)
             last = done + n == len(tokens)
@@ -221,14 +244,20 @@ class TieredMemory:
         ws.apply(kept)
 
     def make_reply_room(self, reply_from_block: int) -> int:
-        """Let the oldest finished blocks of the reply leave for its next token; returns how many left."""
+        """Let the oldest finished blocks of the reply leave for its next token.
+
+        Returns how many left.
+        """
         ws = self.working_set
         if ws.room(reply=True) >= 1:
             return 0
         self.seal()
         own = range(reply_from_block, ws.n_blocks - 1)
-        # a reserve of one block holds no finished block of the reply: then the oldest of the history behind the sink
-        first = reply_from_block if any(ws.is_resident(b) for b in own) else self.sizes.n_sink_blocks
+        # a reserve of one block holds no finished block of the reply: then the oldest of the
+        # history behind the sink
+        first = (
+            reply_from_block if any(ws.is_resident(b) for b in own) else self.sizes.n_sink_blocks
+        )
         return ws.make_room(1, reply_from_block=first)
 
     def seal(self) -> None:
@@ -243,7 +272,10 @@ class TieredMemory:
         self.store_s += perf_counter() - started
 
     def truncate(self, n_tokens: int) -> None:
-        """Forget the tokens from n_tokens on; a hybrid goes back to the checkpoint at or before, if need be to nothing."""
+        """Forget the tokens from n_tokens on.
+
+        A hybrid goes back to the checkpoint at or before, if need be to nothing.
+        """
         if n_tokens >= self.n_tokens:
             return
         if self.is_hybrid:
@@ -252,7 +284,9 @@ class TieredMemory:
             self._truncate_attention(n_tokens)
 
     def _go_back(self, n_tokens: int) -> None:
-        """Restore the recurrent state at or before n_tokens, and the attention part to the same point: both or nothing."""
+        """Restore the recurrent state at or before n_tokens, and the attention part to the same
+        point: both or nothing.
+        """
         checkpoint = self.checkpoints.nearest(n_tokens)
         if checkpoint is None:
             self.clear()

@@ -25,7 +25,8 @@ def read_query(
     outputs: Outputs = "last",
     cancel: CancelToken | None = None,
 ) -> Query:
-    """Append ``tokens`` and read the Q of those at the indices ``content`` (evenly thinned) on the way.
+    """Append ``tokens`` and read the Q of those at the indices ``content`` (evenly thinned) on the
+    way.
 
     The blocks that fill are not stored yet: after a replay they would hold other bytes.
     """
@@ -43,7 +44,9 @@ def read_query(
             pass
         raise
     tapped = memory.port.end_tap()
-    by_layer: list[NDArray[np.float32]] = [np.empty((0, 0, 0), np.float32)] * len(memory.layout.layers)
+    by_layer: list[NDArray[np.float32]] = [np.empty((0, 0, 0), np.float32)] * len(
+        memory.layout.layers
+    )
     for i, layer in enumerate(layers):
         by_layer[layer] = tapped[i]
     return Query.from_tap(

@@ -53,7 +53,10 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateParams:
-    """max_tokens: None for what the workspace holds. stop_tokens: end the reply like an end token does."""
+    """max_tokens.
+
+    None for what the workspace holds. stop_tokens: end the reply like an end token does.
+    """
 
     sampling: SamplingParams = GREEDY
     max_tokens: int | None = None

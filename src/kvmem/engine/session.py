@@ -30,7 +30,10 @@ FALLBACK_QUERY_TOKENS = 64
 
 
 class Session:
-    """The history that an engine holds. Made by Engine.session(); calls of several threads take turns."""
+    """The history that an engine holds.
+
+    Made by Engine.session(); calls of several threads take turns.
+    """
 
     def __init__(self, memory: Memory, vocab: Vocab, workspace_tokens: int, turns: Turns) -> None:
         self._memory = memory
@@ -72,16 +75,23 @@ class Session:
         return self.memory.tokens.copy()
 
     def generate(
-        self, prompt: Prompt, params: GenerateParams | None = None, *, cancel: CancelToken | None = None
+        self,
+        prompt: Prompt,
+        params: GenerateParams | None = None,
+        *,
+        cancel: CancelToken | None = None,
     ) -> Iterator[Event]:
         """Answer ``prompt``, reading only what the history does not hold yet.
 
-        Yields PromptProgress, then TokenEvents, then one Done; a set ``cancel`` ends it with the reason "cancelled".
+        Yields PromptProgress, then TokenEvents, then one Done; a set ``cancel`` ends it with the
+        reason "cancelled".
         The iterator may be dropped at any time: what was read and said stays in the history.
 
         Raises:
-            ContextLengthError: the prompt leaves no room for a reply in the workspace; nothing is lost.
-            CapacityError: the host limit is reached. DecodeError, TransferError: the history is as before the batch.
+            ContextLengthError: the prompt leaves no room for a reply in the workspace; nothing is
+                lost.
+            CapacityError: the host limit is reached. DecodeError, TransferError: the history is as
+                before the batch.
         """
         params = params or GenerateParams()
         tokens = np.asarray(prompt.tokens, np.int32)
@@ -107,7 +117,14 @@ class Session:
                 self._save_checkpoint()
                 first_token_s = perf_counter() - started
                 reason = yield from decode_reply(
-                    memory, self._vocab, sampler, tokens, params, self._workspace_tokens, stats, cancel
+                    memory,
+                    self._vocab,
+                    sampler,
+                    tokens,
+                    params,
+                    self._workspace_tokens,
+                    stats,
+                    cancel,
                 )
                 self._save_checkpoint()
             except Cancelled:
@@ -126,7 +143,14 @@ class Session:
             times.checkpoint_s, memory.checkpoint_s = memory.checkpoint_s, 0.0
             report.device_bytes = memory.device_bytes
             report.host_bytes = memory.host.used
-        spent = times.read_s + times.query_s + times.score_s + times.move_s + times.replay_s + times.checkpoint_s
+        spent = (
+            times.read_s
+            + times.query_s
+            + times.score_s
+            + times.move_s
+            + times.replay_s
+            + times.checkpoint_s
+        )
         # blocks are stored between the batches of a read or a reply: counted once, under store_s
         spent += times.decode_s + times.sample_s
         times.other_s = total_s - spent
@@ -147,7 +171,8 @@ class Session:
             yield from self._read_to(n_total, tokens, report, cancel)
             return
         if memory.is_hybrid and memory.n_tokens < shared:
-            # agents change the end of a prompt again and again: next time there is a checkpoint where this one leaves
+            # agents change the end of a prompt again and again: next time there is a checkpoint
+            # where this one leaves
             yield from self._read_to(shared, tokens, report, cancel)
             memory.save_checkpoint()
         report.scorer = memory.scorer
@@ -224,7 +249,10 @@ class Session:
         yield PromptProgress(n_total, n_total)
 
     def _tail_start(self, start: int, n_total: int) -> int:
-        """Where the part begins that is read under the selection: not before start, and at most half of the budget."""
+        """Where the part begins that is read under the selection.
+
+        Not before start, and at most half of the budget.
+        """
         memory = self.tiered
         return max(start, n_total - max(1, memory.budget_blocks // 2) * memory.block_tokens)
 
@@ -250,7 +278,9 @@ class Session:
             yield PromptProgress(end, len(tokens))
 
     def _choose(self, query: Query | None, start: int, n_total: int, report: MemoryReport) -> I32:
-        """Score, and choose for the history before `start`, leaving room for the tokens from there on."""
+        """Score, and choose for the history before `start`, leaving room for the tokens from there
+        on.
+        """
         memory = self.tiered
         n_blocks = memory.n_blocks_of(start)
         started = perf_counter()
@@ -296,7 +326,9 @@ class Session:
                 memory.read(array, outputs="none", cancel=cancel)
             else:
                 for start in range(0, len(array), memory.context.n_batch):
-                    memory.decode(array[start : start + memory.context.n_batch], outputs="none", cancel=cancel)
+                    memory.decode(
+                        array[start : start + memory.context.n_batch], outputs="none", cancel=cancel
+                    )
 
     def truncate(self, n_tokens: int) -> None:
         """Forget the tokens from n_tokens on."""
@@ -304,7 +336,9 @@ class Session:
             self.memory.truncate(n_tokens)
 
     def query(self, tokens: Sequence[int] | I32, content: Sequence[int]) -> Query:
-        """Q of ``tokens`` at the indices ``content``, read after the history under what is resident; nothing is kept."""
+        """Q of ``tokens`` at the indices ``content``, read after the history under what is
+        resident; nothing is kept.
+        """
         array = np.asarray(tokens, np.int32)
         with self._turns.take():
             memory = self.tiered
@@ -322,7 +356,9 @@ class Session:
         with self._turns.take():
             return retrieve.score(self.tiered, query, scorer)
 
-    def select(self, scores: Scores, *, budget_blocks: int | None = None, pins: Sequence[int] = ()) -> I32:
+    def select(
+        self, scores: Scores, *, budget_blocks: int | None = None, pins: Sequence[int] = ()
+    ) -> I32:
         """The blocks to hold for these scores: int32, ascending."""
         memory = self.tiered
         return retrieve.choose(
@@ -341,7 +377,8 @@ class Session:
         return report
 
     def logits(self, tokens: Sequence[int] | I32, n_last: int) -> NDArray[np.float32]:
-        """Logits of the last n_last of ``tokens`` after the history under what is resident: f32 [n_last, n_vocab].
+        """Logits of the last n_last of ``tokens`` after the history under what is resident: f32
+        [n_last, n_vocab].
 
         Nothing is kept. The tokens must fit in what is free of budget and reserve.
         """
@@ -372,10 +409,18 @@ def _common_prefix(first: I32, second: I32) -> int:
     return int(differs.argmax()) if differs.any() else n
 
 
-def _content_rows(span: Span | None, start: int, n_total: int, fallback: str) -> tuple[list[int], str]:
+def _content_rows(
+    span: Span | None, start: int, n_total: int, fallback: str
+) -> tuple[list[int], str]:
     """Indices, from `start` on, of the tokens that ask; and what they are, for the report."""
     if span is not None and span.stop > start:
-        return list(range(max(span.start, start) - start, span.stop - start)), "the last user message"
+        return list(
+            range(max(span.start, start) - start, span.stop - start)
+        ), "the last user message"
     n = min(FALLBACK_QUERY_TOKENS, n_total - start)
-    why = fallback or ("the question is no longer in the part that is read" if span is not None else "no question is marked")
+    why = fallback or (
+        "the question is no longer in the part that is read"
+        if span is not None
+        else "no question is marked"
+    )
     return list(range(n_total - start - n, n_total - start)), f"the last {n} tokens ({why})"

@@ -18,10 +18,16 @@ class Turns:
 
     @contextmanager
     def take(self) -> Iterator[None]:
-        """Wait for the turn. Raises StateError if this thread holds it, by a generation that it has not finished."""
+        """Wait for the turn.
+
+        Raises StateError if this thread holds it, by a generation that it has not finished.
+        """
         me = threading.get_ident()
         if self._owner == me:
-            raise StateError("a generation of this engine is still open in this thread: read it to its end or close it")
+            raise StateError(
+                "a generation of this engine is still open in this thread: "
+                "read it to its end or close it"
+            )
         with self._lock:
             self._owner = me
             try:
