@@ -64,7 +64,7 @@ class Engine:
             raise ConfigError(
                 "budget_tokens",
                 sizes.budget_tokens,
-                f"at least two blocks of {sizes.block_tokens}: one to write and one to look back at",
+                f"at least two blocks of {sizes.block_tokens}, one to write and one to look at",
             )
         context = Context(
             self.model,

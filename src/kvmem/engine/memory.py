@@ -35,7 +35,7 @@ Outputs = Literal["last", "all", "none"] | Sequence[int]
 def text_positions(start: int, stop: int) -> I32:
     """Positions of text tokens.
 
-    Int32 [n, 4], as llama.cpp expands them for M-RoPE (t, y, x equal, the fourth 0).
+    int32 [n, 4], as llama.cpp expands them for M-RoPE (t, y, x equal, the fourth 0).
     """
     pos = np.zeros((stop - start, 4), np.int32)
     pos[:, :3] = np.arange(start, stop, dtype=np.int32)[:, None]

@@ -1,6 +1,7 @@
 """One retrieval: read Q, score the blocks, choose, move. docs/retrieval.md has the formulas."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,17 +32,15 @@ def read_query(
     The blocks that fill are not stored yet: after a replay they would hold other bytes.
     """
     start = memory.n_tokens
-    content = np.asarray(content, np.int32)
-    rows = content[pick_evenly(len(content), MAX_ROWS)]
+    asked = np.asarray(content, np.int32)
+    rows = asked[pick_evenly(len(asked), MAX_ROWS)]
     layers = np.array(sorted({pair.layer for pair in memory.summaries.pairs}), np.int32)
     memory.port.begin_tap(layers, rows)
     try:
         memory.read(tokens, outputs=outputs, cancel=cancel, seal=False)
     except BaseException:
-        try:
-            memory.port.end_tap()  # incomplete by now: only closed
-        except KvmemError:
-            pass
+        with suppress(KvmemError):  # incomplete by now: only closed
+            memory.port.end_tap()
         raise
     tapped = memory.port.end_tap()
     by_layer: list[NDArray[np.float32]] = [np.empty((0, 0, 0), np.float32)] * len(
@@ -54,7 +53,7 @@ def read_query(
         memory.summaries.pairs,
         by_layer,
         np.ascontiguousarray(memory.working_set.pos[start + rows]),
-        tokens[content],
+        tokens[asked],
     )
 
 
