@@ -27,7 +27,7 @@ def results(tiny_llama: Path) -> list[Result]:
     spec = DemoSpec(
         model=tiny_llama,
         n_tokens=6144,
-        budget_tokens=768,
+        budget_tokens=512,
         reserve_tokens=256,
         room_tokens=512,
         n_threads=1,
@@ -57,7 +57,7 @@ def test_what_is_visible_is_bounded_and_chosen(results: list[Result]) -> None:
     ours, newest, full = results
     for asked in ours.asked + newest.asked:
         # The question and its answer may lie in a block or two behind the history.
-        assert len([block for block in asked.visible if block < ours.n_blocks]) <= 768 // 32
+        assert len([block for block in asked.visible if block < ours.n_blocks]) <= 512 // 32
     assert all(asked.visible == tuple(range(full.n_blocks)) for asked in full.asked)
     # Words are shared between question and fact, so that even a random model's scores find some.
     found = [set(asked.gold) & set(asked.visible) for asked in ours.asked]

@@ -29,7 +29,7 @@ def test_kl_of_equal_rows_is_zero_and_of_known_rows_is_known() -> None:
     uneven = np.log(np.array([[0.75, 0.25]], np.float32))
     assert metrics.kl_divergence(uneven, uneven) == pytest.approx(0.0, abs=1e-12)
     expected = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
-    assert metrics.kl_divergence(even, uneven + 3.0) == pytest.approx(expected, rel=1e-6)
+    assert metrics.kl_divergence(even, uneven + np.float32(3)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_value_rows_are_the_last_ones() -> None:

@@ -23,7 +23,7 @@ def test_recall_prints_a_table_and_writes_raw_records(
     where, *records = [json.loads(line) for line in raw.read_text().splitlines()]
     assert where["settings"]["budget_tokens"] == 512
     assert where["model"] == tiny_llama.name
-    assert len(records) == 6 * 5
+    assert len(records) == (6 + 2) * 5
     assert {record["policy"] for record in records} == {
         "full", "stock", "gold", "lexical", "recency",
     }  # fmt: skip

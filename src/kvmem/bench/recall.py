@@ -32,6 +32,7 @@ class RecallSpec:
     n_prompts: int = 8
     n_facts: int = 6
     n_lookalikes: int = 2
+    n_paraphrased: int = 2
     first_seed: int = 0
     budget_tokens: int = 512
     block_tokens: int = 32
@@ -82,7 +83,10 @@ def run_recall(
 ) -> Iterator[Record]:
     """Records of all questions, prompt by prompt. Loads the model twice; the weights are mapped."""
     workload = WorkloadSpec(
-        n_tokens=spec.n_tokens, n_facts=spec.n_facts, n_lookalikes=spec.n_lookalikes
+        n_tokens=spec.n_tokens,
+        n_facts=spec.n_facts,
+        n_lookalikes=spec.n_lookalikes,
+        n_paraphrased=spec.n_paraphrased,
     )
     with Engine(spec.engine(tiered=True)) as tiered, Engine(spec.engine(tiered=False)) as plain:
         prompts = make_prompts(GENERATORS[spec.generator](), tiered.vocab, workload, spec.seeds)

@@ -28,7 +28,7 @@ def recall_table(rows: Sequence[Row], title: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("policy")
     free = any(row.free is not None for row in rows)
-    headings = ["n", "gold recall", "no shared word", "rank", "KL, nats", "top-1", "KLE", "forced"]
+    headings = ["n", "gold recall", "paraphrased", "rank", "KL, nats", "top-1", "KLE", "forced"]
     for heading in headings + ["free"] * free:
         table.add_column(heading, justify="right")
     for row in rows:

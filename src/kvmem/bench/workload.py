@@ -59,20 +59,24 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSpec:
-    """What to generate: `n_tokens` of history, `n_facts` facts, look-alikes for each fact.
+    """What to generate: `n_tokens` of history, `n_facts` facts with look-alikes each.
 
-    plain: facts of the kinds that a small model answers well, asked in their own words.
+    n_paraphrased: further facts whose questions share no rare word with them.
+    plain: only facts of the kinds that a small model answers well, without look-alikes.
     """
 
     n_tokens: int = 3072
     n_facts: int = 6
     n_lookalikes: int = 2
+    n_paraphrased: int = 2
     plain: bool = False
 
     def __post_init__(self) -> None:
-        # The generators' lists of names last for nine facts with two look-alikes each.
-        if not 1 <= self.n_facts <= 9:
-            raise ValueError(f"n_facts is {self.n_facts}, but must be from 1 to 9")
+        # What the lists of the shorter generator last for.
+        if not 1 <= self.n_facts <= 6:
+            raise ValueError(f"n_facts is {self.n_facts}, but must be from 1 to 6")
+        if not 0 <= self.n_paraphrased <= 5:
+            raise ValueError(f"n_paraphrased is {self.n_paraphrased}, but must be from 0 to 5")
         if not 0 <= self.n_lookalikes <= 2:
             raise ValueError(f"n_lookalikes is {self.n_lookalikes}, but must be 0, 1 or 2")
 
@@ -112,7 +116,12 @@ def make_prompt(
     if spec.plain:
         facts = generator.plain_facts(rng, spec.n_facts)
     else:
-        facts = generator.facts(rng, spec.n_facts, n_lookalikes=spec.n_lookalikes)
+        facts = generator.facts(
+            rng,
+            spec.n_facts,
+            n_lookalikes=spec.n_lookalikes,
+            n_paraphrased=spec.n_paraphrased,
+        )
     writer = _Writer(tokenizer, frame_for(tokenizer), spec.n_tokens)
     plan = _plan(rng, facts, spec.n_tokens)
     spans = writer.write(generator, rng, plan)

@@ -39,7 +39,7 @@ def recall(
         Literal["harbor", "office"], Option(help="Which text generator makes the histories.")
     ] = "harbor",
     tokens: Annotated[int, Option(help="Length of each history.")] = 3072,
-    prompts: Annotated[int, Option(help="Histories; each has six questions.")] = 8,
+    prompts: Annotated[int, Option(help="Histories; each has eight questions.")] = 8,
     seed: Annotated[int, Option(help="Seed of the first history.")] = 0,
     budget: Annotated[int, Option("--kvmem-budget", help="Tokens that are visible.")] = 512,
     block: Annotated[int, Option("--kvmem-block-tokens", help="Tokens of a block.")] = 32,

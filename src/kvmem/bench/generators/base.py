@@ -12,7 +12,7 @@ class Fact:
 
     kind: what sort of fact, for tables.
     statement: the whole text that states it, as it stands in the history.
-    question: asks for it; shares_word says whether with rare words of the statement.
+    question: asks for it; shares_word says whether with a rare word of the statement.
     prefix: the start of the answer, up to the value.
     value: the answer; `statement` holds it.
     lookalikes: statements of the same form about something else, with other values.
@@ -88,20 +88,22 @@ class Form:
 
 
 Paraphrase = tuple[str, str, str, tuple[str, ...]]
-"""Statement with {v}, question without its rare words, answer up to the value, values."""
+"""Statement with {x} and {v}, question and answer up to the value with {x}, values."""
 
 
-def paraphrased(rng: random.Random, items: Sequence[Paraphrase], n: int) -> list[Fact]:
-    """`n` facts whose questions share no rare word with them."""
+def paraphrased(
+    rng: random.Random, items: Sequence[Paraphrase], things: Sequence[str], n: int
+) -> list[Fact]:
+    """`n` facts, each about another thing, whose questions share no rare word with them."""
     facts = []
-    for statement, question, prefix, values in rng.sample(items, n):
+    for (statement, question, prefix, values), x in zip(rng.sample(items, n), things, strict=False):
         value = rng.choice(values)
         facts.append(
             Fact(
                 kind="paraphrase",
-                statement=statement.format(v=value),
-                question=question,
-                prefix=prefix,
+                statement=statement.format(x=x, v=value),
+                question=question.format(x=x),
+                prefix=prefix.format(x=x),
                 value=value,
                 shares_word=False,
             )
@@ -114,8 +116,10 @@ class Generator(Protocol):
 
     name: str
 
-    def facts(self, rng: random.Random, n: int, *, n_lookalikes: int) -> list[Fact]:
-        """`n` facts about different things, of as many kinds as there are."""
+    def facts(
+        self, rng: random.Random, n: int, *, n_lookalikes: int, n_paraphrased: int
+    ) -> list[Fact]:
+        """`n` facts of different kinds, and further ones whose questions are paraphrased."""
         ...
 
     def plain_facts(self, rng: random.Random, n: int) -> list[Fact]:

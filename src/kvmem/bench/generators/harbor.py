@@ -16,8 +16,10 @@ class Harbor:
     def opening(self) -> str:
         return "You help the harbour office. Read what you are given and answer briefly."
 
-    def facts(self, rng: random.Random, n: int, *, n_lookalikes: int) -> list[Fact]:
-        return harbor_facts(rng, n, n_lookalikes)
+    def facts(
+        self, rng: random.Random, n: int, *, n_lookalikes: int, n_paraphrased: int
+    ) -> list[Fact]:
+        return harbor_facts(rng, n, n_lookalikes=n_lookalikes, n_paraphrased=n_paraphrased)
 
     def plain_facts(self, rng: random.Random, n: int) -> list[Fact]:
         if n > len(PLAIN):

@@ -39,7 +39,10 @@ CLUBS: Final = ("rowing club", "chess club", "brass band", "garden society")
 TRAINS: Final = ("night train", "mail boat", "express bus", "cable car")
 THINGS: Final = ("brass telescope", "silver kettle", "copper lamp", "steam engine")
 TRADES: Final = ("dentist", "plumber", "tailor", "florist", "locksmith")
-PEOPLE: Final = tuple(f"{first} {last}" for first, last in zip(FIRST, LAST, strict=False))
+TOWNSFOLK: Final = FIRST[:6]
+"""Who the stories are about; each is named in many places of a history."""
+PEOPLE: Final = tuple(f"{first} {last}" for first, last in zip(FIRST[6:], LAST, strict=False))
+"""Names that stand in facts alone."""
 
 
 def _date(rng: random.Random) -> str:
@@ -50,15 +53,18 @@ def _clock(rng: random.Random) -> str:
     return f"{rng.randrange(1, 12)}:{rng.randrange(10, 60)}"
 
 
+PLAIN: Final = (
+    Form.short("code", "access code for the {x}", PLACES, lambda rng: digits(rng, 5)),
+    Form.short("height", "height of the {x}", PLACES, lambda rng: digits(rng, 2), " metres"),
+    Form.short("phone", "phone number of the {x}", TRADES, lambda rng: f"555-{digits(rng, 4)}"),
+    Form.short("year", "founding year of the {x}", CLUBS, lambda rng: f"18{digits(rng, 2)}"),
+    Form.short("time", "departure time of the {x}", TRAINS, _clock),
+    Form.short("weight", "weight of the {x}", THINGS, lambda rng: digits(rng, 2), " kilograms"),
+)
+"""What a model of 135 million parameters can look up; each kind once in a history."""
+
 FORMS: Final = (
-    Form(
-        "code",
-        "The access code for the {x} is {v}.",
-        "What is the access code for the {x}?",
-        "The access code for the {x} is",
-        PLACES,
-        lambda rng: digits(rng, 5),
-    ),
+    *PLAIN,
     Form(
         "person",
         "The person in charge of the {x} is {v}.",
@@ -92,57 +98,48 @@ FORMS: Final = (
         lambda rng: digits(rng, 3),
     ),
 )
-"""Facts that have look-alikes; `updated` below is the sixth kind."""
-
-PLAIN: Final = (
-    Form.short("code", "access code for the {x}", PLACES, lambda rng: digits(rng, 5)),
-    Form.short("height", "height of the {x}", PLACES, lambda rng: digits(rng, 2), " metres"),
-    Form.short("phone", "phone number of the {x}", TRADES, lambda rng: f"555-{digits(rng, 4)}"),
-    Form.short("year", "founding year of the {x}", CLUBS, lambda rng: f"18{digits(rng, 2)}"),
-    Form.short("time", "departure time of the {x}", TRAINS, _clock),
-    Form.short("weight", "weight of the {x}", THINGS, lambda rng: digits(rng, 2), " kilograms"),
-)
-"""What a model of 135 million parameters can look up; each kind once in a history."""
+"""Facts that have look-alikes; `updated` below is one more kind."""
 
 PARAPHRASED: Final = (
     (
-        "The veterinarian comes by every {v}.",
-        "When does the animal doctor visit?",
-        "The animal doctor visits every",
-        ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"),
+        "{x} would like to become a {v} one day.",
+        "What is the dream job of {x}?",
+        "The dream job of {x} is",
+        ("pilot", "dentist", "gardener", "judge", "tailor"),
     ),
     (
-        "Lunch at the canteen today was {v}.",
-        "What did people eat at noon?",
-        "At noon people ate",
-        ("lentil soup", "fried herring", "mushroom pie", "pumpkin stew", "potato salad"),
+        "{x} was born and raised in {v}.",
+        "Where does {x} come from?",
+        "{x} comes from",
+        ("Lisbon", "Dublin", "Vienna", "Prague", "Athens"),
     ),
     (
-        "Grandfather's armchair was finally repaired by the {v}.",
-        "Who fixed the old man's seat?",
-        "It was fixed by the",
-        ("carpenter", "blacksmith", "schoolteacher", "postman", "beekeeper"),
+        "{x} owns two dogs and a {v}.",
+        "Which pets live with {x}?",
+        "The pets of {x} are two dogs and a",
+        ("parrot", "rabbit", "goat", "turtle", "pony"),
     ),
     (
-        "Spare keys hang behind the {v}.",
-        "Where can I find something to open the door if I am locked out?",
-        "You can find it behind the",
-        ("barometer", "bookcase", "calendar", "fireplace", "piano"),
+        "{x} gets a rash from {v}.",
+        "What is {x} allergic to?",
+        "{x} is allergic to",
+        ("walnuts", "celery", "pollen", "wool", "shrimp"),
     ),
     (
-        "Their newborn daughter is called {v}.",
-        "What name did the parents give the baby girl?",
-        "The baby girl is named",
-        ("Isolde", "Beatrix", "Ottilie", "Rosalind", "Philippa"),
+        "{x} plays the {v} on Sundays.",
+        "Which musical instrument belongs to {x}?",
+        "The instrument of {x} is the",
+        ("trombone", "violin", "flute", "banjo", "cello"),
     ),
     (
-        "The physician prescribed {v} against the cough.",
-        "Which medicine did the doctor recommend for the cold?",
-        "The doctor recommended",
-        ("thyme syrup", "honey drops", "ivy extract", "eucalyptus oil", "ginger tea"),
+        "{x} married a {v} last spring.",
+        "What does the husband or wife of {x} do for a living?",
+        "The partner of {x} works as a",
+        ("baker", "sailor", "nurse", "banker", "painter"),
     ),
 )
-"""Statement, question without its rare words, answer up to the value, values."""
+"""Statement, question, answer up to the value, values. A question shares only {x} with its
+statement: a name that the stories are full of."""
 
 
 def updated(ship: str, rng: random.Random, n_lookalikes: int) -> Fact:
@@ -158,16 +155,19 @@ def updated(ship: str, rng: random.Random, n_lookalikes: int) -> Fact:
     )
 
 
-def harbor_facts(rng: random.Random, n: int, n_lookalikes: int) -> list[Fact]:
-    """A third are paraphrased; the others go through all kinds in random order."""
+def harbor_facts(
+    rng: random.Random, n: int, *, n_lookalikes: int, n_paraphrased: int
+) -> list[Fact]:
+    """`n` facts of different kinds, and paraphrased ones about different people."""
     names = {form.things: draw(rng, form.things, len(form.things)) for form in FORMS}
-    kinds: list[Form | None] = rng.sample([*FORMS, None], len(FORMS) + 1)
+    kinds: list[Form | None] = rng.sample([*FORMS, None], n)
     facts = [
         updated(names[SHIPS].pop(), rng, n_lookalikes)
-        if (form := kinds[index % len(kinds)]) is None
+        if form is None
         else form.fact(rng, names[form.things], n_lookalikes)
-        for index in range(n - n // 3)
+        for form in kinds
     ]
-    facts += paraphrased(rng, PARAPHRASED, n // 3)
+    people = draw(rng, TOWNSFOLK, len(TOWNSFOLK))
+    facts += paraphrased(rng, PARAPHRASED, people, n_paraphrased)
     rng.shuffle(facts)
     return facts

@@ -3,7 +3,7 @@
 import random
 
 from kvmem.bench.generators.base import Turn, draw
-from kvmem.bench.generators.harbor_facts import FIRST
+from kvmem.bench.generators.harbor_facts import TOWNSFOLK
 
 SERVICES = ("tide-api", "berth-planner", "mailroom", "crane-control", "ledger", "weather-feed")
 OPENERS = (
@@ -66,7 +66,7 @@ def story(rng: random.Random) -> list[Turn]:
     pieces = []
     for _ in range(rng.randrange(3, 6)):
         opener, action = rng.choice(OPENERS), rng.choice(ACTIONS)
-        who = " and ".join(draw(rng, FIRST, rng.randrange(1, 3)))
+        who = " and ".join(draw(rng, TOWNSFOLK, rng.randrange(1, 3)))
         pieces.append(f"{opener} {who} {action}. {rng.choice(REMARKS)}\n")
     return [Turn("user", tuple(pieces)), Turn("assistant", (rng.choice(ACKNOWLEDGEMENTS),))]
 

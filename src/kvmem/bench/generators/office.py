@@ -104,17 +104,37 @@ FORMS: Final = (
 )
 
 PARAPHRASED: Final = (
-    ("Mum's violin lesson starts at {v} o'clock.", "At what hour is mother taught her instrument?",
-     "She is taught at", ("three", "four", "five", "seven", "eight")),
-    ("The plumber left the bill under the {v}.", "Where is the sheet saying what we owe for the "
-     "pipes?", "It is under the", ("teapot", "doormat", "typewriter", "flowerpot", "radio")),
-    ("Our neighbour bought a {v} for the kids.", "Which pet do the children next door have?",
-     "They have a", ("hamster", "parrot", "tortoise", "rabbit", "pony")),
-    ("She is allergic to {v}.", "What food makes that woman ill?",
-     "She gets ill from", ("peanuts", "shellfish", "strawberries", "sesame", "celery")),
-    ("Uncle moved to {v} after retiring.", "In which town does the old relative live?",
-     "He lives in", CITIES),
-)  # fmt: skip
+    (
+        "{x} has a violin lesson at {v} o'clock.",
+        "When is {x} taught to make music?",
+        "{x} is taught at",
+        ("three", "four", "five", "seven", "eight"),
+    ),
+    (
+        "{x} left the badge under the {v}.",
+        "Where should I look for the thing that lets {x} in?",
+        "It is under the",
+        ("teapot", "doormat", "typewriter", "flowerpot", "radio"),
+    ),
+    (
+        "{x} bought a {v} for the kids.",
+        "Which pet do the children of {x} have?",
+        "They have a",
+        ("hamster", "parrot", "tortoise", "rabbit", "pony"),
+    ),
+    (
+        "{x} cannot digest {v}.",
+        "Which food makes {x} ill?",
+        "{x} gets ill from",
+        ("peanuts", "shellfish", "strawberries", "sesame", "celery"),
+    ),
+    (
+        "{x} will move to {v} after retiring.",
+        "In which town will {x} live when old?",
+        "{x} will live in",
+        CITIES,
+    ),
+)
 
 
 class Office:
@@ -125,19 +145,19 @@ class Office:
     def opening(self) -> str:
         return "Office assistant. Keep track of everything that is sent and reply in one line."
 
-    def facts(self, rng: random.Random, n: int, *, n_lookalikes: int) -> list[Fact]:
-        forms = rng.sample(FORMS, len(FORMS))
+    def facts(
+        self, rng: random.Random, n: int, *, n_lookalikes: int, n_paraphrased: int
+    ) -> list[Fact]:
         names = {form.things: draw(rng, form.things, len(form.things)) for form in FORMS}
-        facts = []
-        for index in range(n - n // 3):
-            form = forms[index % len(forms)]
-            facts.append(form.fact(rng, names[form.things], n_lookalikes))
-        facts += paraphrased(rng, PARAPHRASED, n // 3)
+        forms = rng.sample(FORMS, n)
+        facts = [form.fact(rng, names[form.things], n_lookalikes) for form in forms]
+        staff = draw(rng, STAFF, len(STAFF))
+        facts += paraphrased(rng, PARAPHRASED, staff, n_paraphrased)
         rng.shuffle(facts)
         return facts
 
     def plain_facts(self, rng: random.Random, n: int) -> list[Fact]:
-        return self.facts(rng, n, n_lookalikes=0)
+        return self.facts(rng, n, n_lookalikes=0, n_paraphrased=0)
 
     def turns(self, rng: random.Random) -> list[Turn]:
         kind = rng.choices((_minutes, _mail, _ticket, _table, _yaml), weights=(3, 3, 2, 2, 1))[0]
