@@ -3,7 +3,9 @@
 #include "ggml-backend.h"
 
 #include <algorithm>
-#include <cstdlib>
+#include <unordered_map>
+
+#include <sys/mman.h>
 
 namespace {
 
@@ -41,15 +43,28 @@ struct generic_transfer : kvmem_transfer {
         }
     }
 
+    // from the system: freed slabs would stay in the arenas of whichever threads had asked for them
     uint8_t * host_alloc(size_t bytes) override {
-        constexpr size_t page = 4096;
-        return (uint8_t *) std::aligned_alloc(page, (bytes + page - 1) / page * page);
+        void * data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (data == MAP_FAILED) {
+            return nullptr;
+        }
+        mapped[data] = bytes;
+        return (uint8_t *) data;
     }
 
-    void host_free(uint8_t * data) override { std::free(data); }
+    void host_free(uint8_t * data) override {
+        auto entry = mapped.find(data);
+        if (entry != mapped.end()) {
+            munmap(data, entry->second);
+            mapped.erase(entry);
+        }
+    }
 
     std::vector<kvmem_piece> pieces;
     std::vector<uint8_t>     scratch; // one piece, for moves
+
+    std::unordered_map<void *, size_t> mapped; // host memory that is lent, and its bytes
 };
 
 } // namespace

@@ -28,9 +28,12 @@ class SummaryWorker:
         """Blocks that were added and are not summarised yet."""
         return sum(not future.done() for future in self._pending)
 
-    def add(self, block: int, payload: int, pos: NDArray[np.int32]) -> None:
+    def add(
+        self, block: int, payload: int, pos: NDArray[np.int32], *, owner: object = None
+    ) -> None:
         """Queue the next block; arguments as KeySummaries.add. `pos` is copied.
 
+        owner: of the payload, kept alive until it is read, also when all others drop it.
         The memory is reserved here: CapacityError is raised at once, and then nothing was queued.
         """
         if self._closed:
@@ -43,8 +46,12 @@ class SummaryWorker:
             self._pending.popleft()
         self.summaries.reserve(block + 1)
         copy = np.array(pos, np.int32, order="C")
-        self._pending.append(self._pool.submit(self.summaries.add, block, payload, copy))
+        self._pending.append(self._pool.submit(self._summarise, block, payload, copy, owner))
         self._n_blocks += 1
+
+    def _summarise(self, block: int, payload: int, pos: NDArray[np.int32], owner: object) -> None:
+        del owner  # that this call holds it is all that is wanted; the caller's frame does
+        self.summaries.add(block, payload, pos)
 
     def flush(self) -> None:
         """Wait until every queued block is summarised, or raise the first error.

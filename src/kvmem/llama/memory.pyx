@@ -142,6 +142,11 @@ cdef class LlamaPort(DevicePort):
         return a.kvmem_is_hybrid(self.context.memory()) != 0
 
     @property
+    def is_recurrent_valid(self):
+        """Whether the recurrent state, if any, is that of tokens decoded to their end."""
+        return a.kvmem_recurrent_valid(self.context.memory()) != 0
+
+    @property
     def transfer(self):
         """How rows are copied: "generic" (ggml's tensor copies) or "cuda" (whole records and a scatter kernel)."""
         return a.kvmem_transfer_name(self.context.memory()).decode()
