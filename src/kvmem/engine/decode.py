@@ -4,7 +4,6 @@ One token after the other, until something ends it. The pool and the reserve nev
 """
 
 from collections.abc import Generator
-from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,10 +45,9 @@ def decode_reply(
     while True:
         if params.max_tokens is not None and stats.completion_tokens >= params.max_tokens:
             return "length"
-        started = perf_counter()
-        token = sampler.sample(memory.context)
-        sampler.accept(token)
-        times.sample_s += perf_counter() - started
+        with memory.phase(times, "sample_s"):
+            token = sampler.sample(memory.context)
+            sampler.accept(token)
         stats.completion_tokens += 1
         ends = vocab.is_eog(token) or token in params.stop_tokens
         yield TokenEvent(token, b"" if ends else vocab.piece(token, special=False))
@@ -57,13 +55,12 @@ def decode_reply(
             return "stop"
         if memory.n_tokens + 1 >= workspace_tokens or stats.completion_tokens == params.max_tokens:
             return "length"
-        started = perf_counter()
         step[0] = token
-        if isinstance(memory, TieredMemory):
-            stats.memory.reply_blocks_evicted += memory.make_reply_room(reply_from_block)
-            memory.decode(step, cancel=cancel, reply=True)
-            if memory.n_tokens % memory.block_tokens == 0:
-                memory.seal()
-        else:
-            memory.decode(step, cancel=cancel)
-        times.decode_s += perf_counter() - started
+        with memory.phase(times, "decode_s"):
+            if isinstance(memory, TieredMemory):
+                stats.memory.reply_blocks_evicted += memory.make_reply_room(reply_from_block)
+                memory.decode(step, cancel=cancel, reply=True)
+                if memory.n_tokens % memory.block_tokens == 0:
+                    memory.seal()
+            else:
+                memory.decode(step, cancel=cancel)

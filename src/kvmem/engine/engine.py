@@ -113,10 +113,14 @@ class Engine:
         return self._session
 
     def close(self) -> None:
-        """Free the context and the model.
+        """Close the session, free the context and the model. A second call does nothing.
 
-        A second call does nothing; waits for a generation in another thread.
+        Waits for a generation in another thread. Raises StateError for one that this thread has
+        not finished.
         """
+        if self._session is not None:
+            self._session.close()
+            self._session = None
         with self._turns.take():
             if self._memory is not None:
                 self._memory.close()

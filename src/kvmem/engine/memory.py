@@ -4,7 +4,8 @@ TieredMemory keeps a bounded working set on the device and everything on the hos
 stock llama.cpp.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Literal
 
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from kvmem.config import MemoryConfig, PoolSizes
 from kvmem.engine.checkpoint import Checkpoints
+from kvmem.engine.stats import PhaseTimes
+from kvmem.errors import Cancelled
 from kvmem.kv.budget import HostBudget
 from kvmem.kv.lexical import LexicalIndex
 from kvmem.kv.score import ScoreScratch
@@ -74,6 +77,15 @@ class PlainMemory:
         self._tokens[start:stop] = tokens
         self.n_tokens = stop
 
+    @contextmanager
+    def phase(self, times: PhaseTimes, name: str) -> Iterator[None]:
+        """Add the time inside to this field of `times`, however it ends."""
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            setattr(times, name, getattr(times, name) + perf_counter() - started)
+
     def truncate(self, n_tokens: int) -> None:
         """Forget the tokens from n_tokens on.
 
@@ -103,8 +115,8 @@ class TieredMemory:
         self.budget_blocks = sizes.n_budget_blocks
         # a chunk sees the window as it was when it began: a quarter leaves three quarters to look
         # back at
-        quarter = self.budget_blocks // 4 * self.block_tokens
-        self.chunk_tokens = max(self.block_tokens, min(config.batch_tokens, quarter))
+        quarter = max(1, self.budget_blocks // 4) * self.block_tokens
+        self.chunk_tokens = min(context.n_batch, quarter)
         self.host = HostBudget(sizes.host_limit_bytes)
         self.working_set = WorkingSet(
             self.port,
@@ -186,18 +198,24 @@ class TieredMemory:
         """
         ws = self.working_set
         start = ws.n_tokens
-        ws.prepare(len(tokens), reply=reply)
-        pos = text_positions(start, start + len(tokens))
+        has_begun = False
         try:
+            ws.prepare(len(tokens), reply=reply)
+            pos = text_positions(start, start + len(tokens))
+            has_begun = True
             self.context.decode(
                 tokens, np.ascontiguousarray(pos[:, 0]), outputs=outputs, cancel=cancel
             )
-        except BaseException:
-            ws.rollback()
-            if self.is_hybrid:  # the state has seen a part of the batch
+            ws.commit(tokens, pos)
+        except BaseException as error:
+            if ws.n_pending:
+                ws.rollback()
+            # a cancel before the batch leaves a recurrent state as it was; of anything else, a
+            # Ctrl-C behind the batch for one, that is not known
+            is_clean = isinstance(error, Cancelled) and self.port.is_recurrent_valid
+            if has_begun and self.is_hybrid and not is_clean:
                 self._go_back(start)
             raise
-        ws.commit(tokens, pos)
 
     def read(
         self,
@@ -215,11 +233,7 @@ class TieredMemory:
         """
         done = 0
         while done < len(tokens):
-            n = min(self.chunk_tokens, len(tokens) - done)
-            if (
-                n < len(tokens) - done
-            ):  # end at a border, so that the chunk leaves no open block behind
-                n -= (self.n_tokens + n) % self.block_tokens
+            n = self.chunk_end(self.n_tokens, self.n_tokens + len(tokens) - done) - self.n_tokens
             self.make_room(n)
             last = done + n == len(tokens)
             self.decode(tokens[done : done + n], outputs=outputs if last else "none", cancel=cancel)
@@ -228,6 +242,25 @@ class TieredMemory:
             done += n
             if on_chunk is not None:
                 on_chunk(n)
+
+    @contextmanager
+    def phase(self, times: PhaseTimes, name: str) -> Iterator[None]:
+        """Add the time inside, less `store_s` and `checkpoint_s`, to this field of `times`."""
+        started = perf_counter() - self.store_s - self.checkpoint_s
+        try:
+            yield
+        finally:
+            spent = perf_counter() - self.store_s - self.checkpoint_s - started
+            setattr(times, name, getattr(times, name) + spent)
+
+    def chunk_end(self, start: int, stop: int) -> int:
+        """Where the chunk ends that begins at `start`, on the way to `stop`.
+
+        Where a batch reaches a block's border it ends there, and leaves no open block behind.
+        """
+        end = min(start + self.chunk_tokens, stop)
+        border = end - end % self.block_tokens
+        return border if start < border and end < stop else end
 
     def make_room(self, n_tokens: int) -> None:
         """Let the oldest blocks behind the sink leave until n_tokens fit in the budget."""
@@ -258,18 +291,31 @@ class TieredMemory:
         first = (
             reply_from_block if any(ws.is_resident(b) for b in own) else self.sizes.n_sink_blocks
         )
-        return ws.make_room(1, reply_from_block=first)
+        n_left = ws.make_room(1, reply_from_block=first)
+        self._restore_order()
+        return n_left
 
     def seal(self) -> None:
         """Store the completed blocks, and queue what scores them."""
         started = perf_counter()
+        try:
+            self._seal()
+        finally:
+            self.store_s += perf_counter() - started
+
+    def _seal(self) -> None:
         ws = self.working_set
         ws.seal()
         for block in range(self.lexical.n_blocks, ws.n_sealed):
             start, stop = block * self.block_tokens, (block + 1) * self.block_tokens
-            self.worker.add(block, ws.record_address(block), ws.pos[start:stop])
             self.lexical.add(block, ws.tokens[start:stop])
-        self.store_s += perf_counter() - started
+            try:
+                self.worker.add(block, ws.record_address(block), ws.pos[start:stop], owner=ws)
+            except (
+                BaseException
+            ):  # the host limit: both know the same blocks, so that the next call can go on
+                self.lexical.truncate(block)
+                raise
 
     def truncate(self, n_tokens: int) -> None:
         """Forget the tokens from n_tokens on.
@@ -301,6 +347,12 @@ class TieredMemory:
     def _truncate_attention(self, n_tokens: int) -> None:
         self._forget_scores(n_tokens // self.block_tokens)
         self.working_set.truncate(n_tokens)
+        self._restore_order()
+
+    def _restore_order(self) -> None:
+        """With ordered placement, close the gap that a single block left or came into."""
+        if self.working_set.ordered and self.n_tokens:
+            self.working_set.apply(self.working_set.resident())
 
     def clear(self) -> None:
         """Forget the whole history."""

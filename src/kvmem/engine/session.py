@@ -1,6 +1,6 @@
 """One history: what it shares with a request, what is read, what is brought back, and the reply."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from time import perf_counter
 
 import numpy as np
@@ -42,6 +42,12 @@ class Session:
         self._workspace_tokens = workspace_tokens
         self._query: Query | None = None  # of the newest question
         self._query_span: Span | None = None
+        self._query_prefix: I32 = np.empty(
+            0, np.int32
+        )  # the tokens that it was read behind, up to its end
+        # the newest prompt beyond the budget, and the blocks that its reply began with
+        self._prompt: I32 = np.empty(0, np.int32)
+        self._prompt_blocks: I32 = np.empty(0, np.int32)
         self._closed = False
 
     def close(self) -> None:
@@ -80,7 +86,7 @@ class Session:
         params: GenerateParams | None = None,
         *,
         cancel: CancelToken | None = None,
-    ) -> Iterator[Event]:
+    ) -> Generator[Event, None, None]:
         """Answer ``prompt``, reading only what the history does not hold yet.
 
         Yields PromptProgress, then TokenEvents, then one Done; a set ``cancel`` ends it with the
@@ -103,11 +109,12 @@ class Session:
 
     def _generate(
         self, prompt: Prompt, tokens: I32, params: GenerateParams, cancel: CancelToken | None
-    ) -> Iterator[Event]:
+    ) -> Generator[Event, None, None]:
         with self._turns.take(), Sampler(self._vocab.model, params.sampling.as_dict()) as sampler:
             started = perf_counter()
             memory = self.memory
             stats = RequestStats(prompt_tokens=len(tokens))
+            first_token_s: float | None = None
             try:
                 shared = min(_common_prefix(memory.tokens, tokens), len(tokens) - 1)
                 memory.truncate(shared)
@@ -128,11 +135,11 @@ class Session:
                 )
                 self._save_checkpoint()
             except Cancelled:
-                first_token_s = min(perf_counter() - started, stats.prompt_s or float("inf"))
                 reason = "cancelled"
-            stats.prompt_s = first_token_s
-            stats.decode_s = perf_counter() - started - first_token_s
-            self._finish(stats.memory, perf_counter() - started)
+            total_s = perf_counter() - started
+            stats.prompt_s = total_s if first_token_s is None else first_token_s
+            stats.decode_s = total_s - stats.prompt_s
+            self._finish(stats.memory, total_s)
             yield Done(reason, stats)
 
     def _finish(self, report: MemoryReport, total_s: float) -> None:
@@ -143,17 +150,7 @@ class Session:
             times.checkpoint_s, memory.checkpoint_s = memory.checkpoint_s, 0.0
             report.device_bytes = memory.device_bytes
             report.host_bytes = memory.host.used
-        spent = (
-            times.read_s
-            + times.query_s
-            + times.score_s
-            + times.move_s
-            + times.replay_s
-            + times.checkpoint_s
-        )
-        # blocks are stored between the batches of a read or a reply: counted once, under store_s
-        spent += times.decode_s + times.sample_s
-        times.other_s = total_s - spent
+        times.other_s = total_s - times.counted_s
 
     # What is decided before a token is read, and how: docs/memory.md, "The life of a question".
 
@@ -170,7 +167,8 @@ class Session:
         if isinstance(memory, PlainMemory):
             yield from self._read_to(n_total, tokens, report, cancel)
             return
-        if memory.is_hybrid and memory.n_tokens < shared:
+        is_repeated = self._is_repeated(tokens, shared)
+        if memory.is_hybrid and memory.n_tokens < shared and not is_repeated:
             # agents change the end of a prompt again and again: next time there is a checkpoint
             # where this one leaves
             yield from self._read_to(shared, tokens, report, cancel)
@@ -181,23 +179,48 @@ class Session:
             self._apply(np.arange(memory.working_set.n_blocks, dtype=np.int32), report)
             yield from self._read_to(n_total, tokens, report, cancel)
             self._decide(report, "all_resident", "the whole history fits in the budget")
+        elif is_repeated:
+            self._apply(self._known_blocks(), report)
+            yield from self._read_to(n_total, tokens, report, cancel)
+            self._decide(
+                report, "unchanged_selection", "the prompt before, once more: its selection stands"
+            )
         elif memory.scorer == "recency":
             yield from self._read_to(n_total, tokens, report, cancel)
             self._decide(report, "recency", "the scorer that was asked for")
-        elif self._is_cached(prompt.query_span, memory.n_tokens):
+        elif self._is_cached(prompt.query_span, tokens, memory.n_tokens):
             yield from self._read_by_cached_query(tokens, report, cancel)
         else:
             yield from self._read_by_first_pass(prompt, tokens, report, cancel)
+        resident = memory.working_set.resident()
+        self._prompt, self._prompt_blocks = tokens, resident
         report.n_blocks = memory.working_set.n_blocks
-        report.blocks = memory.working_set.resident().tolist()
+        report.blocks = resident.tolist()
+
+    def _known_blocks(self) -> I32:
+        """The blocks of the newest prompt that the history still has."""
+        return self._prompt_blocks[self._prompt_blocks < self.tiered.working_set.n_blocks]
+
+    def _is_repeated(self, tokens: I32, shared: int) -> bool:
+        """Whether the newest prompt is asked again and can be shown the same blocks."""
+        return (
+            shared == len(tokens) - 1
+            and np.array_equal(self._prompt, tokens)
+            and self.tiered.working_set.n_blocks - 1 in self._known_blocks()
+        )
 
     def _save_checkpoint(self) -> None:
         if isinstance(self.memory, TieredMemory):
             self.memory.save_checkpoint()
 
-    def _is_cached(self, span: Span | None, n_match: int) -> bool:
-        """Whether the prompt continues below the question whose Q is at hand."""
-        return span is not None and span == self._query_span and span.stop <= n_match
+    def _is_cached(self, span: Span | None, tokens: I32, n_match: int) -> bool:
+        """Whether the prompt continues below the question whose Q is at hand, word by word."""
+        return (
+            span is not None
+            and span == self._query_span
+            and span.stop <= n_match
+            and np.array_equal(self._query_prefix, tokens[: span.stop])
+        )
 
     def _read_by_cached_query(
         self, tokens: I32, report: MemoryReport, cancel: CancelToken | None
@@ -223,14 +246,40 @@ class Session:
         memory.save_checkpoint()
 
         content, why = _content_rows(span, start, n_total, prompt.query_fallback)
-        started = perf_counter()
-        query = retrieve.read_query(memory, tokens[start:], content, cancel=cancel)
-        report.times.query_s += perf_counter() - started
-        report.read_tokens += n_total - start
-        seen = memory.working_set.resident()
-        self._query, self._query_span = (query, span) if span is not None else (None, None)
+        seen_before = memory.working_set.resident()
+        self._query, self._query_span = None, None
+        try:
+            with memory.phase(report.times, "query_s"):
+                query = retrieve.read_query(memory, tokens[start:], content, cancel=cancel)
+            report.read_tokens += n_total - start
+            self._replay(tokens, start, query, why, report, cancel)
+        except BaseException:
+            # half a question is no question: the next request reads it again, from the same window
+            memory.truncate(start)
+            if memory.n_tokens == start > 0:
+                memory.working_set.apply(seen_before)
+            raise
+        if span is not None:
+            self._query, self._query_span, self._query_prefix = (
+                query,
+                span,
+                tokens[: span.stop].copy(),
+            )
+        yield PromptProgress(n_total, n_total)
 
-        selection = self._choose(query, start, n_total, report)
+    def _replay(
+        self,
+        tokens: I32,
+        start: int,
+        query: Query,
+        why: str,
+        report: MemoryReport,
+        cancel: CancelToken | None,
+    ) -> None:
+        """Choose for the part from `start` on; read it again if its first pass saw other blocks."""
+        memory = self.tiered
+        seen = memory.working_set.resident()
+        selection = self._choose(query, start, len(tokens), report)
         if np.isin(selection, seen).all():
             memory.seal()
             self._decide(
@@ -238,15 +287,13 @@ class Session:
                 "unchanged_selection",
                 f"the first pass had seen the chosen blocks; query: {why}",
             )
-        else:
-            memory.truncate(start)
-            self._apply(selection, report)
-            started = perf_counter()
+            return
+        memory.truncate(start)
+        self._apply(selection, report)
+        with memory.phase(report.times, "replay_s"):
             memory.read(tokens[memory.n_tokens :], cancel=cancel)
-            report.times.replay_s += perf_counter() - started
-            report.replayed_tokens += n_total - start
-            self._decide(report, "query_replay", f"query: {why}")
-        yield PromptProgress(n_total, n_total)
+        report.replayed_tokens += len(tokens) - start
+        self._decide(report, "query_replay", f"query: {why}")
 
     def _tail_start(self, start: int, n_total: int) -> int:
         """Where the part begins that is read under the selection.
@@ -261,19 +308,16 @@ class Session:
     ) -> Iterator[Event]:
         """Read up to `stop`, one chunk at a time, reporting between them."""
         memory = self.memory
-        chunk = memory.chunk_tokens if isinstance(memory, TieredMemory) else memory.context.n_batch
         while memory.n_tokens < stop:
             start = memory.n_tokens
-            end = min(start + chunk, stop)
-            started = perf_counter()
-            if isinstance(memory, TieredMemory):
-                if end < stop:
-                    end -= end % memory.block_tokens
-                memory.read(tokens[start:end], cancel=cancel)
-                memory.spread_checkpoint()
-            else:
-                memory.decode(tokens[start:end], cancel=cancel)
-            report.times.read_s += perf_counter() - started
+            with memory.phase(report.times, "read_s"):
+                if isinstance(memory, TieredMemory):
+                    end = memory.chunk_end(start, stop)
+                    memory.read(tokens[start:end], cancel=cancel)
+                    memory.spread_checkpoint()
+                else:
+                    end = min(start + memory.context.n_batch, stop)
+                    memory.decode(tokens[start:end], cancel=cancel)
             report.read_tokens += end - start
             yield PromptProgress(end, len(tokens))
 
@@ -283,25 +327,21 @@ class Session:
         """
         memory = self.tiered
         n_blocks = memory.n_blocks_of(start)
-        started = perf_counter()
-        scores = retrieve.score(memory, query, memory.scorer)
-        selection = retrieve.choose(
-            memory,
-            scores,
-            n_blocks=n_blocks,
-            budget_blocks=memory.budget_blocks - (memory.n_blocks_of(n_total) - n_blocks),
-        )
-        report.times.score_s += perf_counter() - started
-        return selection
+        with memory.phase(report.times, "score_s"):
+            return retrieve.choose(
+                memory,
+                retrieve.score(memory, query, memory.scorer),
+                n_blocks=n_blocks,
+                budget_blocks=memory.budget_blocks - (memory.n_blocks_of(n_total) - n_blocks),
+            )
 
     def _apply(self, selection: I32, report: MemoryReport) -> None:
         memory = self.tiered
         if len(selection) == 0:
             return
-        started = perf_counter()
-        memory.seal()
-        transfer = memory.working_set.apply(selection)
-        report.times.move_s += perf_counter() - started
+        with memory.phase(report.times, "move_s"):
+            memory.seal()
+            transfer = memory.working_set.apply(selection)
         report.blocks_in += transfer.n_in
         report.blocks_out += transfer.n_out
         report.blocks_kept += transfer.n_kept
@@ -349,7 +389,8 @@ class Session:
                 return retrieve.read_query(memory, array, content, outputs="none")
             finally:
                 memory.truncate(start)
-                memory.working_set.apply(resident)
+                if memory.n_tokens == start > 0:
+                    memory.working_set.apply(resident)
 
     def score(self, query: Query | None, scorer: str) -> Scores:
         """Score every stored block of the history."""
@@ -386,6 +427,11 @@ class Session:
         with self._turns.take():
             self._save_checkpoint()
             memory = self.memory
+            model = self._vocab.model
+            if isinstance(memory, PlainMemory) and (model.is_hybrid or model.is_recurrent):
+                raise StateError(
+                    "a recurrent state cannot be rewound: what is read stays in the history"
+                )
             start = memory.n_tokens
             n_batch = memory.context.n_batch
             rows: list[NDArray[np.float32]] = []

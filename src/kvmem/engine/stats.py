@@ -18,7 +18,10 @@ Decision = Literal[
 
 @dataclass(slots=True, kw_only=True)
 class PhaseTimes:
-    """Seconds of each phase; they add up to the time of the request, `other_s` being the rest."""
+    """Seconds of each phase; they add up to the time of the request, `other_s` being the rest.
+
+    Blocks and states are stored between the batches of the other phases, and counted once: here.
+    """
 
     read_s: float = 0.0  # decoding of new prompt tokens, once each
     query_s: float = 0.0  # the first pass over the query, while Q is read
@@ -30,6 +33,12 @@ class PhaseTimes:
     decode_s: float = 0.0  # reply tokens
     sample_s: float = 0.0
     other_s: float = 0.0
+
+    @property
+    def counted_s(self) -> float:
+        """All phases but `other_s`."""
+        phases: dict[str, float] = asdict(self)
+        return sum(phases.values()) - self.other_s
 
 
 @dataclass(slots=True, kw_only=True)
