@@ -1,6 +1,6 @@
 """Engines over tiny models, prompts for them, and a record of every decode call that they make."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from kvmem.engine.prompt import Prompt, Span
 from kvmem.engine.sampling import GenerateParams, SamplingParams
 from kvmem.engine.session import Session
 from kvmem.engine.stats import RequestStats
+from kvmem.errors import Cancelled
 from kvmem.llama.context import CancelToken, Context
 
 I32 = NDArray[np.int32]
@@ -100,12 +101,28 @@ class Call:
 
 
 class RecordingContext(Context):
-    """A Context that remembers what it was given, and what came out."""
+    """A Context that remembers what it was given, and what came out.
+
+    stop_at: the n-th decode call from now on is cancelled; 0 for none. stop_behind: only after it
+    has decoded its tokens, so that they lie in the cache and nobody has heard of them.
+    on_decode: called before each decode call.
+    """
 
     calls: list[Call]
     watched: Memory | None = None
+    stop_at: int = 0
+    stop_behind: bool = False
+    on_decode: Callable[[], object] | None = None
 
     def decode(self, tokens: I32, pos: I32, *, outputs: Any = "last", **others: Any) -> None:
+        if self.on_decode is not None:
+            self.on_decode()
+        if self.stop_at:
+            self.stop_at -= 1
+            if self.stop_at == 0:
+                if self.stop_behind:
+                    super().decode(tokens, pos, outputs=outputs, **others)
+                raise Cancelled("by the test")
         visible = None
         if isinstance(self.watched, TieredMemory):
             visible = tuple(self.watched.working_set.resident().tolist())
@@ -124,6 +141,7 @@ class Recorded:
     engine: Engine
     session: Session
     calls: list[Call]
+    context: RecordingContext
 
     @property
     def memory(self) -> TieredMemory:
@@ -139,4 +157,4 @@ def record(path: Path, **memory: object) -> Iterator[Recorded]:
         context = engine.memory.context
         assert isinstance(context, RecordingContext)
         context.calls, context.watched = [], engine.memory
-        yield Recorded(engine, engine.session(), context.calls)
+        yield Recorded(engine, engine.session(), context.calls, context)
