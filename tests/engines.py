@@ -1,5 +1,6 @@
 """Engines over tiny models, prompts for them, and a record of every decode call that they make."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,6 +133,23 @@ class RecordingContext(Context):
             call.logits = self.logits(-1)
         if self.watched is not None:
             self.calls.append(call)
+
+
+@contextmanager
+def log_records(name: str) -> Iterator[list[logging.LogRecord]]:
+    """What a logger and those below it are told, however the program has set them up."""
+    records: list[logging.LogRecord] = []
+    logger = logging.getLogger(name)
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import SIZES, ask, make_config, random_tokens, record
+from engines import SIZES, ask, log_records, make_config, random_tokens, record
 from stock import replay, stock_context
 
 from kvmem.config import MemoryConfig
@@ -136,13 +136,13 @@ def test_settings_that_would_fail_each_request_are_refused_at_start(
         assert name in str(caught.value)
 
 
-def test_an_uneven_budget_is_lowered_with_a_warning(
-    tiny_llama: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Engine(make_config(tiny_llama, budget_tokens=300)) as engine:
+def test_an_uneven_budget_is_lowered_with_a_warning(tiny_llama: Path) -> None:
+    with log_records("kvmem.config") as records:
+        config = make_config(tiny_llama, budget_tokens=300)
+    with Engine(config) as engine:
         assert engine.sizes.budget_tokens == 288
         assert len(ask(engine.session(), random_tokens(900)).tokens) == 8
-    assert any("budget_tokens=300" in record.getMessage() for record in caplog.records)
+    assert any("budget_tokens=300" in record.getMessage() for record in records)
 
 
 def test_a_pin_of_nearly_the_whole_budget_still_serves(tiny_llama: Path) -> None:

@@ -1,6 +1,5 @@
 """A host program goes on while a model loads, reads and writes; Ctrl-C and cancel end a prefill."""
 
-import logging
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from time import perf_counter
 
 import numpy as np
 import pytest
-from engines import ENDLESS, make_config, random_tokens
+from engines import ENDLESS, log_records, make_config, random_tokens
 
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Done, TokenEvent
@@ -180,19 +179,17 @@ def test_ctrl_c_ends_a_prefill_soon(heavy: Path, root: Path) -> None:
     assert rest == "6 5\n"
 
 
-def test_no_python_runs_on_threads_of_ggml(
-    tiny_llama: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_python_runs_on_threads_of_ggml(tiny_llama: Path) -> None:
     seen: list[int] = []
     with (
-        caplog.at_level(logging.DEBUG, logger="kvmem"),
+        log_records("kvmem.llama") as records,
         Model(tiny_llama, progress=lambda _: seen.append(threading.get_ident())) as model,
         Context(model, n_ctx=512, n_threads=3, n_threads_batch=3) as context,
     ):
         tokens = np.array(random_tokens(200), np.int32)
         context.decode(tokens, np.arange(200, dtype=np.int32))
-    assert caplog.records
+    assert records
     here = threading.get_ident()
-    assert {record.thread for record in caplog.records} == {here} == set(seen)
+    assert {record.thread for record in records} == {here} == set(seen)
     # a foreign thread that enters Python is entered here as a dummy
     assert not [t for t in threading.enumerate() if t.name.startswith("Dummy")]

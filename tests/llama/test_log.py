@@ -6,28 +6,28 @@ import sys
 from pathlib import Path
 
 import pytest
+from engines import log_records
 
 from kvmem.errors import ModelError
 from kvmem.llama import log, runtime
 from kvmem.llama.model import Model
 
 
-def test_loading_logs_details_at_debug(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="kvmem.llama"):
+def test_loading_logs_details_at_debug(tiny_llama: Path) -> None:
+    with log_records("kvmem.llama") as lines:
         Model(tiny_llama).close()
-    lines = [record for record in caplog.records if record.name == "kvmem.llama"]
     assert len(lines) > 20
     assert {record.levelno for record in lines} <= {logging.DEBUG, logging.WARNING}
     assert any("general.architecture" in record.getMessage() for record in lines)
     assert not any(record.getMessage().endswith("\n") for record in lines)
 
 
-def test_a_failed_load_logs_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_load_logs_an_error(tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(b"GGUF")
-    with caplog.at_level(logging.ERROR, logger="kvmem.llama"), pytest.raises(ModelError):
+    with log_records("kvmem.llama") as lines, pytest.raises(ModelError):
         Model(path)
-    assert [record.levelno for record in caplog.records].count(logging.ERROR) >= 1
+    assert [record.levelno for record in lines].count(logging.ERROR) >= 1
     assert log.drain() == []  # they were taken
 
 
