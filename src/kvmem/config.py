@@ -21,6 +21,8 @@ __all__ = [
     "MemoryFacts",
     "ModelConfig",
     "PoolSizes",
+    "QueryPolicy",
+    "QueryReplay",
     "Scorer",
     "ServerConfig",
 ]
@@ -28,6 +30,8 @@ __all__ = [
 KvType = Literal["f32", "f16", "q8_0", "q5_0", "q4_0"]
 FLOAT_KV_TYPES = ("f32", "f16")
 Scorer = Literal["fused", "heads", "lexical", "mass", "cosine", "recency"]
+QueryReplay = Literal["auto", "legacy"]
+QueryPolicy = Literal["user", "legacy"]
 FlashAttention = Literal["auto", "on", "off"]
 
 MAX_AUTO_RESERVE_TOKENS = 16_384
@@ -143,6 +147,10 @@ class MemoryConfig:
     sink_tokens: always visible head of the history, floored to blocks; 0 for one block.
     recent_tokens: always visible newest part; None for 128, less where the budget is small.
     host_limit_bytes: limit of the host store, allocated as it fills; None for half of the free RAM.
+    query_replay: "auto" reads a question again only where it saw other blocks than those that were
+        chosen for it; "legacy" always.
+    query_policy: "user" asks with the last user message, and keeps its Q for what follows below it;
+        "legacy" asks anew with all that is new from that message on.
     ordered: place blocks in position order (bit-equality tests), at the cost of moves.
     """
 
@@ -155,6 +163,8 @@ class MemoryConfig:
     recent_tokens: int | None = None
     host_limit_bytes: int | None = None
     scorer: Scorer = "fused"
+    query_replay: QueryReplay = "auto"
+    query_policy: QueryPolicy = "user"
     type_k: KvType = "q8_0"
     type_v: KvType = "q8_0"
     ordered: bool = False
@@ -164,6 +174,8 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         _one_of("scorer", self.scorer, get_args(Scorer))
+        _one_of("query_replay", self.query_replay, get_args(QueryReplay))
+        _one_of("query_policy", self.query_policy, get_args(QueryPolicy))
         _one_of("type_k", self.type_k, get_args(KvType))
         _one_of("type_v", self.type_v, get_args(KvType))
         _one_of("flash_attn", self.flash_attn, get_args(FlashAttention))

@@ -104,7 +104,10 @@ def test_a_question_of_another_history_is_not_taken_for_this_one(tiny_llama: Pat
         assert fits.stats.memory.decision == "all_resident"
         grown = other + fits.tokens + random_tokens(100, seed=3)
         memory = ask(recorded.session, grown, span=span).stats.memory
-        assert memory.decision != "cached_query"
+        assert memory.decision == "cached_query"  # by its own question, read while it fitted
+    with record(tiny_llama, budget_tokens=256) as recorded:
+        ask(recorded.session, other, span=span)
+        assert ask(recorded.session, grown, span=span).stats.memory.blocks == memory.blocks
 
 
 def test_a_changed_question_at_the_same_place_is_read(tiny_llama: Path) -> None:

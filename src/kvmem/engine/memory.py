@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvmem.config import MemoryConfig, PoolSizes
 from kvmem.engine.checkpoint import Checkpoints
 from kvmem.engine.stats import PhaseTimes
-from kvmem.errors import Cancelled
+from kvmem.errors import Cancelled, CapacityError
 from kvmem.kv.budget import HostBudget
 from kvmem.kv.lexical import LexicalIndex
 from kvmem.kv.score import ScoreScratch
@@ -25,6 +25,7 @@ from kvmem.kv.summary_worker import SummaryWorker
 from kvmem.kv.working_set import WorkingSet
 from kvmem.llama.context import CancelToken, Context
 from kvmem.llama.memory import LlamaPort
+from kvmem.llama.state import state_bytes
 
 __all__ = ["Memory", "Outputs", "PlainMemory", "TieredMemory", "slack_blocks", "text_positions"]
 
@@ -111,6 +112,8 @@ class TieredMemory:
         self.layout = self.port.layout
         self.sizes = sizes
         self.scorer = config.scorer
+        self.query_replay = config.query_replay
+        self.query_policy = config.query_policy
         self.block_tokens = sizes.block_tokens
         self.budget_blocks = sizes.n_budget_blocks
         # a chunk sees the window as it was when it began: a quarter leaves three quarters to look
@@ -134,6 +137,7 @@ class TieredMemory:
         self.scratch = ScoreScratch(self.host)
         self.lexical = LexicalIndex(self.block_tokens, budget=self.host)
         self.checkpoints = Checkpoints(context, self.host)
+        self.notes: list[str] = []  # what a request should know of, until the session takes them
         self.store_s = 0.0
         self.checkpoint_s = 0.0
 
@@ -153,19 +157,31 @@ class TieredMemory:
         """
         return self.port.is_hybrid
 
-    def save_checkpoint(self) -> bool:
-        """Make it possible to go back to this point of the history; on attention alone it always
-        is.
+    def save_checkpoint(self) -> None:
+        """Make it possible to go back to this point; on attention alone it always is.
 
-        Returns False where the host limit has no room for the state.
+        Where the host limit has no room for the state, that is noted and nothing is kept.
         """
         if not self.is_hybrid or self.n_tokens == 0:
-            return True
+            return
         started = perf_counter()
-        try:
-            return self.checkpoints.save(self.n_tokens)
-        finally:
-            self.checkpoint_s += perf_counter() - started
+        if not self.checkpoints.save(self.n_tokens):
+            self._note(
+                f"no checkpoint was kept: the state of {state_bytes(self.context)} bytes does not "
+                "fit in the host limit; a change of the history reads it from its start"
+            )
+        self.checkpoint_s += perf_counter() - started
+
+    def can_return_to(self, n_tokens: int) -> bool:
+        """Whether `truncate` would go to exactly this point."""
+        if not self.is_hybrid or n_tokens in (0, self.n_tokens):
+            return True
+        checkpoint = self.checkpoints.nearest(n_tokens)
+        return checkpoint is not None and checkpoint.n_tokens == n_tokens
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def spread_checkpoint(self) -> None:
         """Save one where the last is far behind.
@@ -225,18 +241,25 @@ class TieredMemory:
         cancel: CancelToken | None = None,
         on_chunk: Callable[[int], None] | None = None,
         seal: bool = True,
+        keep: bool = False,
     ) -> None:
         """Append any number of tokens in chunks; the oldest blocks behind the sink leave when the
         budget is full.
 
-        outputs holds for the last chunk. seal: store completed blocks as they fill.
+        outputs holds for the last chunk. seal: store completed blocks as they fill. keep: nothing
+        leaves, and the tokens may take a part of the reserve (see `room_beside_reply`).
         """
         done = 0
         while done < len(tokens):
             n = self.chunk_end(self.n_tokens, self.n_tokens + len(tokens) - done) - self.n_tokens
-            self.make_room(n)
-            last = done + n == len(tokens)
-            self.decode(tokens[done : done + n], outputs=outputs if last else "none", cancel=cancel)
+            if not keep:
+                self.make_room(n)
+            self.decode(
+                tokens[done : done + n],
+                outputs=outputs if done + n == len(tokens) else "none",
+                cancel=cancel,
+                reply=keep,
+            )
             if seal:
                 self.seal()
             done += n
@@ -261,6 +284,17 @@ class TieredMemory:
         end = min(start + self.chunk_tokens, stop)
         border = end - end % self.block_tokens
         return border if start < border and end < stop else end
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether a history can become longer than the budget."""
+        return self.n_blocks_of(self.sizes.workspace_tokens) > self.budget_blocks
+
+    def room_beside_reply(self) -> int:
+        """Tokens that fit with nothing leaving and half of the reserve left to the reply."""
+        half = -(-self.sizes.n_reserve_blocks // 2) * self.block_tokens
+        ws = self.working_set
+        return max(ws.room(), ws.room(reply=True) - half)
 
     def make_room(self, n_tokens: int) -> None:
         """Let the oldest blocks behind the sink leave until n_tokens fit in the budget."""
@@ -299,7 +333,14 @@ class TieredMemory:
         """Store the completed blocks, and queue what scores them."""
         started = perf_counter()
         try:
-            self._seal()
+            while True:
+                try:
+                    return self._seal()
+                except CapacityError:
+                    # a checkpoint saves time, a block cannot be had again
+                    if not self.checkpoints.give_way():
+                        raise
+                    self._note("the host limit is near: checkpoints gave way to blocks")
         finally:
             self.store_s += perf_counter() - started
 

@@ -2,20 +2,69 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.engine.memory import Outputs, TieredMemory
-from kvmem.errors import KvmemError
+from kvmem.engine.stats import MemoryReport
+from kvmem.errors import StateError
 from kvmem.kv.query import MAX_ROWS, Query, pick_evenly
 from kvmem.kv.scorers import DEFAULT_SCORER, ScoreInputs, Scores, run_scorer
 from kvmem.kv.select import select
 from kvmem.llama.context import CancelToken
 
-__all__ = ["choose", "read_query", "score"]
+__all__ = ["QueryTap", "apply", "choose", "read_query", "score"]
 
 I32 = NDArray[np.int32]
+EMPTY = np.empty((0, 0, 0), np.float32)
+
+
+class QueryTap:
+    """Reads Q of chosen tokens while they are decoded, in any number of calls.
+
+    tokens: the whole prompt; content: indices of the tokens that ask, ascending, none of them
+    decoded yet. They are thinned evenly. Use it as a context, and `finish` inside.
+    """
+
+    def __init__(self, memory: TieredMemory, tokens: I32, content: Sequence[int]) -> None:
+        self._memory = memory
+        asked = np.asarray(content, np.int32)
+        self._rows = asked[pick_evenly(len(asked), MAX_ROWS)]
+        self._words = tokens[asked]
+        self._layers = np.array(sorted({pair.layer for pair in memory.summaries.pairs}), np.int32)
+        self._is_open = False
+
+    def __enter__(self) -> Self:
+        first = self._memory.n_tokens
+        if self._rows[0] < first:
+            raise StateError(f"token {self._rows[0]} is decoded already: its Q cannot be read")
+        self._memory.port.begin_tap(self._layers, self._rows - first)
+        self._is_open = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_open:
+            self._is_open = False
+            with suppress(StateError):  # incomplete: only closed
+                self._memory.port.end_tap()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of the tokens are decoded."""
+        return self._memory.n_tokens > int(self._rows[-1])
+
+    def finish(self) -> Query:
+        """The query. Raises StateError if a token was not decoded."""
+        memory = self._memory
+        self._is_open = False
+        tapped = memory.port.end_tap()
+        by_layer: list[NDArray[np.float32]] = [EMPTY] * len(memory.layout.layers)
+        for i, layer in enumerate(self._layers):
+            by_layer[layer] = tapped[i]
+        pos = np.ascontiguousarray(memory.working_set.pos[self._rows])
+        return Query.from_tap(memory.layout, memory.summaries.pairs, by_layer, pos, self._words)
 
 
 def read_query(
@@ -26,35 +75,15 @@ def read_query(
     outputs: Outputs = "last",
     cancel: CancelToken | None = None,
 ) -> Query:
-    """Append ``tokens`` and read the Q of those at the indices ``content`` (evenly thinned) on the
-    way.
+    """Append ``tokens`` and read Q of those at the indices ``content`` on the way.
 
     The blocks that fill are not stored yet: after a replay they would hold other bytes.
     """
     start = memory.n_tokens
-    asked = np.asarray(content, np.int32)
-    rows = asked[pick_evenly(len(asked), MAX_ROWS)]
-    layers = np.array(sorted({pair.layer for pair in memory.summaries.pairs}), np.int32)
-    memory.port.begin_tap(layers, rows)
-    try:
+    whole = np.concatenate([memory.tokens, tokens])
+    with QueryTap(memory, whole, [start + index for index in content]) as tap:
         memory.read(tokens, outputs=outputs, cancel=cancel, seal=False)
-    except BaseException:
-        with suppress(KvmemError):  # incomplete by now: only closed
-            memory.port.end_tap()
-        raise
-    tapped = memory.port.end_tap()
-    by_layer: list[NDArray[np.float32]] = [np.empty((0, 0, 0), np.float32)] * len(
-        memory.layout.layers
-    )
-    for i, layer in enumerate(layers):
-        by_layer[layer] = tapped[i]
-    return Query.from_tap(
-        memory.layout,
-        memory.summaries.pairs,
-        by_layer,
-        np.ascontiguousarray(memory.working_set.pos[start + rows]),
-        tokens[asked],
-    )
+        return tap.finish()
 
 
 def score(memory: TieredMemory, query: Query | None, scorer: str = DEFAULT_SCORER) -> Scores:
@@ -96,3 +125,18 @@ def choose(
         memory.sizes.n_recent_blocks,
     )
     return selection
+
+
+def apply(memory: TieredMemory, selection: I32, report: MemoryReport) -> None:
+    """Make exactly these blocks visible, and count what moves. Nothing is done for no blocks."""
+    if len(selection) == 0:
+        return
+    with memory.phase(report.times, "move_s"):
+        memory.seal()
+        transfer = memory.working_set.apply(selection)
+    report.blocks_in += transfer.n_in
+    report.blocks_out += transfer.n_out
+    report.blocks_kept += transfer.n_kept
+    report.blocks_moved += transfer.n_moved
+    report.bytes_in += transfer.bytes_in
+    report.bytes_out += transfer.bytes_out

@@ -9,10 +9,13 @@ __all__ = ["Decision", "MemoryReport", "PhaseTimes", "RequestStats"]
 Decision = Literal[
     "off",  # plain llama.cpp
     "all_resident",  # the whole history fits in the budget: nothing to choose
+    "keep_selected",  # what was chosen for this question is still visible, and there is room
     "cached_query",  # chosen before the new tokens were read, by the question that they belong to
+    "early_query",  # chosen on the way, by a question that stands before the part read last
     "unchanged_selection",  # the first pass had seen what was then chosen
-    "query_replay",  # the query was decoded again over the chosen blocks
-    "recency",  # no query could be found: the newest blocks
+    "query_replay",  # the question was read again over the chosen blocks
+    "replay_skipped",  # it should have been, but there was no state to go back to
+    "recency",  # no query is wanted: the newest blocks
 ]
 
 
@@ -62,6 +65,9 @@ class MemoryReport:
     reply_blocks_evicted: int = 0
     device_bytes: int = 0
     host_bytes: int = 0
+    checkpoints: list[int] = field(default_factory=list)  # tokens that each one stands behind
+    checkpoint_bytes: int = 0  # of host_bytes
+    notes: list[str] = field(default_factory=list)  # what should not stay unsaid
     times: PhaseTimes = field(default_factory=PhaseTimes)
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,0 +1,51 @@
+"""Where a prompt is likely to change next time: there a hybrid model saves its recurrent state."""
+
+from dataclasses import dataclass
+
+from kvmem.engine.prompt import Prompt
+
+__all__ = ["Marks", "find_marks"]
+
+# Where messages are not marked: a generation prompt is some tokens long, and a tokenizer may join
+# the last ones with what follows.
+GENERATION_TOKENS = 8
+# Farther from the end than this, the last content found is not that of the last message.
+MAX_GENERATION_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Token indices to stop and save at, ascending.
+
+    question: where the last user message begins; the question is read again from here.
+    """
+
+    points: tuple[int, ...] = ()
+    question: int | None = None
+
+
+def find_marks(prompt: Prompt, *, shared: int) -> Marks:
+    """The points of a prompt that leaves the history before it after ``shared`` tokens.
+
+    - The end of the system message: other conversations share it.
+    - Where this prompt leaves the one before: agents change the end of a prompt again and again.
+    - The end of the message before the question, rather than the question's first token: its role
+      may change, too, and the role stands in front.
+    - The end of the last message. The generation prompt behind it is another one when the reply
+      comes back as history: a template may open a thinking block there, and drop it later.
+    """
+    n_tokens = len(prompt.tokens)
+    spans = [item.span for item in prompt.spans]
+    points = {shared}
+    if prompt.spans and prompt.spans[0].role in ("system", "developer"):
+        points.add(spans[0].stop)
+    question = None
+    if prompt.query_span is not None:
+        start = prompt.query_span.start
+        question = max((span.stop for span in spans if span.stop <= start), default=start)
+        points.add(question)
+    generation = n_tokens - GENERATION_TOKENS
+    if spans and n_tokens - spans[-1].stop <= MAX_GENERATION_TOKENS:
+        generation = spans[-1].stop
+    points.add(generation)
+    return Marks(tuple(sorted(p for p in points if 0 < p < n_tokens)), question)

@@ -1,0 +1,256 @@
+"""How a prompt comes into the memory: what is chosen for its question, when, and at what cost.
+
+docs/memory.md, "The life of a question", has the decisions in order.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmem.engine.events import PromptProgress
+from kvmem.engine.marks import Marks, find_marks
+from kvmem.engine.memory import TieredMemory
+from kvmem.engine.passage import Passage
+from kvmem.engine.prompt import Prompt, Span
+from kvmem.engine.retrieve import QueryTap
+from kvmem.engine.stats import MemoryReport
+from kvmem.kv.query import Query
+from kvmem.llama.context import CancelToken
+
+__all__ = ["PromptReader"]
+
+I32 = NDArray[np.int32]
+
+# Tokens that stand for the question where none is marked: the end of the prompt.
+FALLBACK_QUERY_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question whose Q is known. prefix: all tokens up to its end."""
+
+    query: Query
+    span: Span
+    prefix: I32
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What the reply to a prompt could see at its start. blocks: int32, ascending."""
+
+    prompt: I32
+    question: Question | None
+    blocks: I32
+    n_blocks: int
+
+
+class PromptReader:
+    """Reads prompts into one memory. Between them it knows the newest question and window."""
+
+    def __init__(self, memory: TieredMemory) -> None:
+        self._memory = memory
+        self._question: Question | None = None
+        self._window: Window | None = None
+
+    def read(
+        self,
+        prompt: Prompt,
+        tokens: I32,
+        shared: int,
+        report: MemoryReport,
+        cancel: CancelToken | None,
+    ) -> Iterator[PromptProgress]:
+        """Append what the memory does not hold of ``tokens``, and make visible what is chosen.
+
+        shared: tokens that the history had in common with the prompt before it was cut back.
+        """
+        memory = self._memory
+        is_repeated = self._is_repeated(tokens, shared)
+        marks = Marks()
+        if memory.is_hybrid:
+            marks = find_marks(prompt, shared=0 if is_repeated else shared)
+        passage = Passage(memory, tokens, marks, report, cancel)
+        report.scorer = memory.scorer
+        span = prompt.query_span if memory.query_policy == "user" else None
+        is_short = memory.n_blocks_of(len(tokens)) <= memory.budget_blocks
+        if memory.query_replay == "legacy" and memory.scorer != "recency":
+            yield from self._read_twice(passage, prompt)
+        elif is_short:
+            yield from self._read_all(passage, span)
+        elif is_repeated:
+            yield from self._keep_window(passage)
+        elif memory.scorer == "recency":
+            yield from passage.read_to(len(tokens))
+            passage.decide("recency", "the scorer that was asked for")
+        elif self._is_known(span, tokens, shared):
+            yield from self._read_below_question(passage)
+        elif span is not None and memory.n_tokens < span.stop <= passage.tail_start(0):
+            yield from self._read_question_early(passage, span)
+        else:
+            yield from self._read_twice(passage, prompt)
+        resident = memory.working_set.resident()
+        n_blocks = memory.working_set.n_blocks
+        self._window = Window(tokens, self._question, resident, n_blocks)
+        report.n_blocks = n_blocks
+        report.blocks = resident.tolist()
+
+    # What is known
+
+    def _is_known(self, span: Span | None, tokens: I32, shared: int) -> bool:
+        """Whether the prompt continues below the question whose Q is at hand, word by word."""
+        question = self._question
+        return (
+            span is not None
+            and question is not None
+            and span == question.span
+            and span.stop <= shared
+            and np.array_equal(question.prefix, tokens[: span.stop])
+        )
+
+    def _is_repeated(self, tokens: I32, shared: int) -> bool:
+        """Whether the newest prompt is asked again and can be shown the same blocks."""
+        window, memory = self._window, self._memory
+        if window is None or shared != len(tokens) - 1 or not np.array_equal(window.prompt, tokens):
+            return False
+        # what is read again must have been visible to its end
+        first = max(0, memory.working_set.n_blocks - 1)
+        return bool(np.isin(np.arange(first, memory.n_blocks_of(len(tokens))), window.blocks).all())
+
+    def _is_window_whole(self) -> bool:
+        """Whether all that was chosen for the newest question, or read since, is still visible."""
+        window, working_set = self._window, self._memory.working_set
+        if window is None or window.question is not self._question:
+            return False
+        wanted = window.blocks[window.blocks < working_set.n_blocks]
+        since = np.arange(min(window.n_blocks, working_set.n_blocks), working_set.n_blocks)
+        return bool(np.isin(np.concatenate([wanted, since]), working_set.resident()).all())
+
+    @contextmanager
+    def _noting(self, passage: Passage, span: Span | None) -> Iterator[None]:
+        """Learn the Q of the question where it is decoded inside, for what is asked below it."""
+        n_tokens = self._memory.n_tokens
+        if span is None or span.stop <= n_tokens or not self._memory.may_overflow:
+            yield
+            return
+        content = range(max(span.start, n_tokens), span.stop)
+        with QueryTap(self._memory, passage.tokens, content) as tap:
+            try:
+                yield
+            finally:  # also after a cancel behind the question
+                if tap.is_complete:
+                    self._learn(tap.finish(), passage, span)
+
+    def _learn(self, query: Query, passage: Passage, span: Span) -> None:
+        self._question = Question(query, span, passage.tokens[: span.stop].copy())
+
+    # The decisions: each reads the prompt to its end. The first three choose nothing.
+
+    def _read_all(self, passage: Passage, span: Span | None) -> Iterator[PromptProgress]:
+        passage.apply(np.arange(self._memory.working_set.n_blocks, dtype=np.int32))
+        with self._noting(passage, span):
+            yield from passage.read_to(len(passage.tokens))
+        passage.decide("all_resident", "the whole history fits in the budget")
+
+    def _keep_window(self, passage: Passage) -> Iterator[PromptProgress]:
+        assert self._window is not None
+        blocks = self._window.blocks
+        passage.apply(blocks[blocks < self._memory.working_set.n_blocks])
+        yield from passage.read_to(len(passage.tokens), keep=True)
+        passage.decide("keep_selected", "the prompt before, once more: its selection stands")
+
+    def _read_below_question(self, passage: Passage) -> Iterator[PromptProgress]:
+        """Below a question that was read before: its Q chooses before a token is read."""
+        memory = self._memory
+        assert self._question is not None
+        if passage.n_new <= memory.room_beside_reply() and self._is_window_whole():
+            yield from passage.read_to(len(passage.tokens), keep=True)
+            passage.decide("keep_selected", "the same question: its blocks are visible, with room")
+            return
+        tail = passage.tail_start(memory.n_tokens)
+        yield from passage.read_to(tail)
+        passage.apply(passage.choose(self._question.query, tail))
+        yield from passage.read_to(len(passage.tokens))
+        passage.decide("cached_query", "new tokens below a question that was read before")
+
+    def _read_question_early(self, passage: Passage, span: Span) -> Iterator[PromptProgress]:
+        """The question stands before the part that would be read twice: once is enough."""
+        tail = passage.tail_start(self._memory.n_tokens)
+        with self._noting(passage, span):
+            yield from passage.read_to(tail)
+        assert self._question is not None
+        passage.apply(passage.choose(self._question.query, tail))
+        yield from passage.read_to(len(passage.tokens))
+        passage.decide("early_query", "the question was read on the way, before the part below it")
+
+    def _read_twice(self, passage: Passage, prompt: Prompt) -> Iterator[PromptProgress]:
+        """Read the question for its Q, choose, and read it again if it saw other blocks."""
+        memory = self._memory
+        n_total = len(passage.tokens)
+        content, is_question, why = self._content(prompt)
+        begin = memory.n_tokens
+        if prompt.query_span is not None:
+            begin = max(begin, prompt.query_span.start)
+            if memory.is_hybrid and passage.marks.question is not None:
+                begin = max(memory.n_tokens, passage.marks.question)
+        start = passage.tail_start(begin)
+        yield from passage.read_to(min(start, content.start))
+        with QueryTap(memory, passage.tokens, content) as tap:
+            yield from passage.read_to(start)
+            memory.save_checkpoint()
+            seen_before = memory.working_set.resident()
+            self._question = None
+            try:
+                yield from passage.read_to(n_total, phase="query_s", seal=False)
+                query = tap.finish()
+                yield from self._choose_again(passage, query, start, why)
+            except BaseException:
+                # half a question is no question: the next request reads it again, from the same
+                # window
+                memory.truncate(start)
+                if memory.n_tokens == start > 0:
+                    memory.working_set.apply(seen_before)
+                raise
+        if is_question and prompt.query_span is not None:
+            self._learn(query, passage, prompt.query_span)
+
+    def _choose_again(
+        self, passage: Passage, query: Query, start: int, why: str
+    ) -> Iterator[PromptProgress]:
+        """After the first pass from ``start`` on."""
+        memory = self._memory
+        seen = memory.working_set.resident()
+        is_legacy = memory.query_replay == "legacy"
+        selection = passage.choose(query, start)
+        if not is_legacy and np.isin(selection, seen).all():
+            memory.seal()
+            passage.decide(
+                "unchanged_selection", f"the first pass had seen the chosen blocks; query: {why}"
+            )
+        elif not memory.can_return_to(start):
+            passage.apply(passage.choose_for_reply(query, start))
+            passage.decide(
+                "replay_skipped", f"the host limit holds no state to go back to; query: {why}"
+            )
+        else:
+            memory.truncate(start)
+            passage.apply(selection)
+            yield from passage.read_to(len(passage.tokens), phase="replay_s")
+            passage.decide("query_replay", f"query: {why}")
+
+    def _content(self, prompt: Prompt) -> tuple[range, bool, str]:
+        """The tokens that ask, whether they are the last user message, and why, for the report."""
+        n_tokens, n_total = self._memory.n_tokens, len(prompt.tokens)
+        span = prompt.query_span
+        if span is not None and span.stop > n_tokens:
+            start = max(span.start, n_tokens)
+            if self._memory.query_policy == "legacy":
+                return range(start, n_total), False, "all from the last user message on"
+            return range(start, span.stop), True, "the last user message"
+        why = prompt.query_fallback or "no question is marked"
+        if span is not None:
+            why = "the question is no longer in the part that is read"
+        n = min(FALLBACK_QUERY_TOKENS, n_total - n_tokens)
+        return range(n_total - n, n_total), False, f"the last {n} tokens ({why})"
