@@ -119,15 +119,37 @@ def test_a_changed_question_at_the_same_place_is_read(tiny_llama: Path) -> None:
         assert memory.read_tokens == 20
 
 
-@pytest.mark.parametrize("span", [None, (10, 40)])
-def test_without_a_question_in_reach_the_end_is_asked_and_said(
-    span: tuple[int, int] | None, tiny_llama: Path
+def test_without_a_marked_question_the_end_is_asked_and_said(tiny_llama: Path) -> None:
+    with record(tiny_llama, recent_tokens=0) as recorded:
+        memory = ask(recorded.session, LONG).stats.memory
+        assert memory.reason == "query: the last 64 tokens (no question is marked)"
+
+
+def test_a_question_that_was_read_without_its_q_is_said_to_be_out_of_reach(
+    tiny_llama: Path,
 ) -> None:
     with record(tiny_llama, recent_tokens=0) as recorded:
-        memory = ask(recorded.session, LONG, span=span).stats.memory
-        why = "no question is marked" if span is None else "the question is no longer in the part"
-        assert "the last 64 tokens" in memory.reason
-        assert why in memory.reason
+        recorded.session.read(LONG[:600])
+        memory = ask(recorded.session, LONG, span=(10, 40)).stats.memory
+        assert memory.reason == (
+            "query: the last 64 tokens (the question is no longer in the part that is read)"
+        )
+
+
+def test_a_question_far_before_the_end_chooses_on_the_way(tiny_llama: Path) -> None:
+    with record(tiny_llama, recent_tokens=0) as recorded:
+        memory = ask(recorded.session, LONG, span=(10, 40)).stats.memory
+        assert memory.decision == "early_query"
+        assert (memory.read_tokens, memory.replayed_tokens) == (700, 0)
+        starts = [call.start for call in recorded.calls]
+        assert starts == sorted(set(starts))
+        # the same question, had it been read before
+        recorded.session.truncate(0)
+        recorded.session.read(LONG[:10])
+        query = recorded.session.query(LONG[10:40], range(30))
+        recorded.session.read(LONG[10 : 700 - 128])
+        chosen = recorded.session.select(recorded.session.score(query, "fused"), budget_blocks=4)
+        assert [*chosen.tolist(), 18, 19, 20, 21] == memory.blocks
 
 
 def test_a_hybrid_replays_from_the_checkpoint_before_the_question(tiny_qwen35: Path) -> None:
