@@ -135,18 +135,25 @@ class RecordingContext(Context):
             self.calls.append(call)
 
 
+class ListHandler(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
 @contextmanager
 def log_records(name: str) -> Iterator[list[logging.LogRecord]]:
     """What a logger and those below it are told, however the program has set them up."""
-    records: list[logging.LogRecord] = []
     logger = logging.getLogger(name)
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
+    handler = ListHandler()
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     try:
-        yield records
+        yield handler.records
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
