@@ -61,6 +61,6 @@ def decode_reply(
                 stats.memory.reply_blocks_evicted += memory.make_reply_room(reply_from_block)
                 memory.decode(step, cancel=cancel, reply=True)
                 if memory.n_tokens % memory.block_tokens == 0:
-                    memory.seal()
+                    memory.try_seal()
             else:
                 memory.decode(step, cancel=cancel)

@@ -216,7 +216,7 @@ class TieredMemory:
         start = ws.n_tokens
         has_begun = False
         try:
-            ws.prepare(len(tokens), reply=reply)
+            self._with_room(lambda: ws.prepare(len(tokens), reply=reply))
             pos = text_positions(start, start + len(tokens))
             has_begun = True
             self.context.decode(
@@ -261,7 +261,7 @@ class TieredMemory:
                 reply=keep,
             )
             if seal:
-                self.seal()
+                self.try_seal()
             done += n
             if on_chunk is not None:
                 on_chunk(n)
@@ -329,20 +329,34 @@ class TieredMemory:
         self._restore_order()
         return n_left
 
+    def try_seal(self) -> None:
+        """Store the completed blocks if the host limit allows it: none of them has to leave now."""
+        try:
+            self.seal()
+        except CapacityError as error:
+            self._note(f"not all blocks have a copy on the host, so they cannot leave: {error}")
+
     def seal(self) -> None:
         """Store the completed blocks, and queue what scores them."""
         started = perf_counter()
         try:
-            while True:
-                try:
-                    return self._seal()
-                except CapacityError:
-                    # a checkpoint saves time, a block cannot be had again
-                    if not self.checkpoints.give_way():
-                        raise
-                    self._note("the host limit is near: checkpoints gave way to blocks")
+            self._with_room(self._seal)
         finally:
             self.store_s += perf_counter() - started
+
+    def _with_room(self, action: Callable[[], object]) -> None:
+        """Do this; where the host limit forbids it, let checkpoints go one by one.
+
+        They save time, and what else is on the host cannot be had again.
+        """
+        while True:
+            try:
+                action()
+                return
+            except CapacityError:
+                if not self.checkpoints.give_way():
+                    raise
+                self._note("the host limit is near: checkpoints gave way to blocks")
 
     def _seal(self) -> None:
         ws = self.working_set

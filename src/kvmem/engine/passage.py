@@ -94,7 +94,7 @@ class Passage:
     def choose_for_reply(self, query: Query, start: int) -> I32:
         """Choose for a reply alone, with what was read from ``start`` on in it."""
         memory = self.memory
-        memory.seal()
+        memory.try_seal()
         n_blocks = memory.working_set.n_blocks
         with memory.phase(self.report.times, "score_s"):
             return retrieve.choose(

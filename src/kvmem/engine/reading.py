@@ -225,7 +225,7 @@ class PromptReader:
         is_legacy = memory.query_replay == "legacy"
         selection = passage.choose(query, start)
         if not is_legacy and np.isin(selection, seen).all():
-            memory.seal()
+            memory.try_seal()
             passage.decide(
                 "unchanged_selection", f"the first pass had seen the chosen blocks; query: {why}"
             )
