@@ -7,6 +7,7 @@ these, and never goes back, must give the same logits.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from engines import Call, make_config
@@ -30,7 +31,7 @@ def effective(calls: Sequence[Call]) -> list[Call]:
     return kept
 
 
-def differs_from_stock(path: Path, calls: Sequence[Call], **settings: object) -> float:
+def differs_from_stock(path: Path, calls: Sequence[Call], **settings: Any) -> float:
     """Largest difference of a logit to plain llama.cpp that reads everything again."""
     kept = effective(calls)
     rows = []
