@@ -213,6 +213,7 @@ set(CUDAToolkit_FOUND %s)
 set(CUDAToolkit_VERSION %s)
 if(CUDAToolkit_FOUND AND NOT TARGET CUDA::cublas)
     add_library(CUDA::cublas INTERFACE IMPORTED)
+    add_library(CUDA::cuda_driver INTERFACE IMPORTED)
 endif()
 """
 

@@ -8,6 +8,10 @@ if(NOT TARGET CUDA::cublas)
     message(FATAL_ERROR
         "kvmem: the CUDA toolkit ${CUDAToolkit_VERSION} has no cuBLAS; install it (libcublas-dev), or turn KVMEM_CUDA off.")
 endif()
+if(NOT TARGET CUDA::cuda_driver AND NOT GGML_CUDA_NO_VMM)
+    message(FATAL_ERROR
+        "kvmem: neither a driver nor the toolkit's stub of libcuda was found; install one, or set GGML_CUDA_NO_VMM.")
+endif()
 if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 13.2 AND CUDAToolkit_VERSION VERSION_LESS 13.2.86)
     message(WARNING
         "kvmem: nvcc ${CUDAToolkit_VERSION} miscompiles IQ1_S, IQ2_S and IQ3_S weights; use 13.0, or 13.2.86 or newer.")
