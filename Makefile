@@ -24,9 +24,12 @@ $(VENV)/ready: pyproject.toml scripts/requirements
 	$(PIP) install --quiet --requirement $(VENV)/requirements.txt
 	touch $@
 
-# No build isolation: Cython, CMake and ninja of .venv stay the same, so that ninja sees only real changes.
+# Objects stay in build/editable, and without build isolation Cython, CMake and ninja stay the same from build to build:
+# so ninja sees only real changes. A plain `pip install .` has its own temporary folder and tools, and compiles it all.
+EDITABLE := --quiet --no-build-isolation --no-deps --no-index --config-settings build-dir=build/editable --editable .
+
 build: setup
-	$(PIP) install --quiet --no-build-isolation --no-deps --no-index --editable .
+	$(PIP) install $(EDITABLE)
 
 demo: build
 	$(BIN)/kvmem demo-model
@@ -48,7 +51,7 @@ test: build
 	$(BIN)/python -m pytest -m "not slow and not wheel and not gpu"
 
 test-gpu: setup
-	KVMEM_CUDA=1 $(PIP) install --no-build-isolation --no-deps --no-index --editable .
+	$(BIN)/python scripts/build-cuda
 	$(BIN)/python -m pytest -m gpu
 
 # kv/ alone with bounds checks and sanitizers; -S keeps an editable kvmem out of the way.

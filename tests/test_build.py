@@ -117,14 +117,29 @@ def test_release_form_has_loadable_variants(
 
 
 LOAD = """
-import ctypes, sys
-base, ggml = (ctypes.CDLL(f'{sys.argv[1]}/libkvmem-{name}.so') for name in ('ggml-base', 'ggml'))
+import ctypes, pathlib, sys
+from kvmem.llama.backends import choose_backends
+folder = pathlib.Path(sys.argv[1])
+base, ggml = (ctypes.CDLL(folder / f'libkvmem-{name}.so') for name in ('ggml-base', 'ggml'))
 ggml.ggml_backend_load.argtypes, ggml.ggml_backend_load.restype = [ctypes.c_char_p], ctypes.c_void_p
 ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-before = ggml.ggml_backend_dev_count()
-loaded = ggml.ggml_backend_load(f'{sys.argv[1]}/libkvmem-ggml-cpu.so'.encode())
-print(before, bool(loaded), ggml.ggml_backend_dev_count())
+print(ggml.ggml_backend_dev_count())
+for path in choose_backends(folder):
+    print(path.name, bool(ggml.ggml_backend_load(bytes(path))))
+print(ggml.ggml_backend_dev_count())
 """
+
+
+def load_backends(source: Path, folder: Path) -> list[str]:
+    """The words that LOAD prints: devices before, each module chosen, devices after."""
+    said = subprocess.run(
+        [sys.executable, "-c", LOAD, folder],
+        env={**os.environ, "PYTHONPATH": str(source / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return said.stdout.split()
 
 
 def test_release_form_loads_its_one_variant(
@@ -135,10 +150,8 @@ def test_release_form_loads_its_one_variant(
     objects = tmp_path / "objects"
     targets = ["ggml-base", "ggml", "ggml-cpu"]
     subprocess.run([find_tool("ninja"), "-C", objects, "-j", "2", *targets], check=True)
-    said = subprocess.run(
-        [sys.executable, "-c", LOAD, objects / "bin"], capture_output=True, text=True, check=True
-    )
-    assert said.stdout.split() == ["0", "True", "1"]
+    said = load_backends(vendored, objects / "bin")
+    assert said == ["0", "libkvmem-ggml-cpu.so", "True", "1"]
 
 
 def test_own_checkout_is_copied_and_patched(
