@@ -3,12 +3,15 @@
 Each file is written once per test session, when the first test asks for it.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from handset import write_handset
 from tiny import KINDS, make_writer
+
+from kvmem.bench.demo_model import SMOLLM2, cache_folder
 
 TinyWriter = Callable[..., Path]
 
@@ -73,3 +76,12 @@ def tiny_qwen35_mtp(tiny: TinyWriter) -> Path:
 def handset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The hand-set hybrid: plays a script, and recalls a fact exactly or not at all."""
     return write_handset(tmp_path_factory.mktemp("handset") / "handset.gguf", wrong_drafts=(5, 9))
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """SmolLM2-135M-Instruct, where `kvmem demo-model` or KVMEM_DEMO_MODEL has put it."""
+    path = Path(os.environ.get("KVMEM_DEMO_MODEL") or cache_folder() / SMOLLM2.file_name)
+    if not path.exists():
+        pytest.skip(f"the demo model is not at {path}; `kvmem demo-model` fetches it")
+    return path

@@ -125,6 +125,12 @@ def test_without_a_marked_question_the_end_is_asked_and_said(tiny_llama: Path) -
         assert memory.reason == "query: the last 64 tokens (no question is marked)"
 
 
+def test_an_empty_question_is_none(tiny_llama: Path) -> None:
+    with record(tiny_llama) as recorded:
+        memory = ask(recorded.session, LONG, span=(690, 690)).stats.memory
+        assert memory.reason.endswith("query: the last 64 tokens (the question is empty)")
+
+
 def test_a_question_that_was_read_without_its_q_is_said_to_be_out_of_reach(
     tiny_llama: Path,
 ) -> None:

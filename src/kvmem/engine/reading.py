@@ -5,7 +5,7 @@ docs/memory.md, "The life of a question", has the decisions in order.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +68,8 @@ class PromptReader:
         shared: tokens that the history had in common with the prompt before it was cut back.
         """
         memory = self._memory
+        if prompt.query_span is not None and len(prompt.query_span) == 0:
+            prompt = replace(prompt, query_span=None, query_fallback="the question is empty")
         is_repeated = self._is_repeated(tokens, shared)
         marks = Marks()
         if memory.is_hybrid:
