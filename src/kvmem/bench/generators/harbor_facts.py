@@ -54,14 +54,12 @@ def _clock(rng: random.Random) -> str:
 
 
 PLAIN: Final = (
-    Form.short("code", "access code for the {x}", PLACES, lambda rng: digits(rng, 5)),
+    Form.short("code", "access code for the {x}", PLACES, lambda rng: digits(rng, 4)),
     Form.short("height", "height of the {x}", PLACES, lambda rng: digits(rng, 2), " metres"),
-    Form.short(
-        "phone", "phone number of the {x}", TRADES, lambda rng: f"{digits(rng, 3)}-{digits(rng, 4)}"
-    ),
+    Form.short("phone", "phone number of the {x}", TRADES, lambda rng: f"555-{digits(rng, 4)}"),
     Form.short("year", "founding year of the {x}", CLUBS, lambda rng: f"18{digits(rng, 2)}"),
     Form.short("time", "departure time of the {x}", TRAINS, _clock),
-    Form.short("postal", "postal code of {x}", TOWNS, lambda rng: digits(rng, 5)),
+    Form.short("postal", "postal code of {x}", TOWNS, lambda rng: digits(rng, 4)),
 )
 """What a model of 135 million parameters can look up; each kind once in a history."""
 
