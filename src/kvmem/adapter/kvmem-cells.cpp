@@ -20,7 +20,7 @@ void kvmem_memory::flush_clears() {
     for (const auto & range : clears) {
         for (uint32_t i = 0; i < range.second; ++i) {
             if (!table.is_empty(range.first + i)) {
-                table.rm(range.first + i);
+                table.seq_rm(range.first + i, 0); // rm() would look through all 256 sequences
             }
         }
     }

@@ -5,14 +5,31 @@
 #include "llama-ext.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 
-const ggml_tensor * kvmem_cache_of(const ggml_tensor * tensor) {
+int kvmem_memory::layer_of(const ggml_tensor * tensor) const {
     if (tensor->op == GGML_OP_CPY) { // flash attention reads F32 K and V through a cast
         tensor = tensor->src[0];
     }
-    return tensor->view_src ? tensor->view_src : tensor;
+    const ggml_tensor * root = tensor->view_src ? tensor->view_src : tensor;
+    for (size_t i = 0; i < layers.size(); ++i) {
+        if (layers[i].k == root) {
+            return (int) i;
+        }
+    }
+    // an attention that runs on another device than its cache reads the scheduler's copy, which keeps the cache's name
+    const char prefix[] = "cache_k_l";
+    if (const char * name = strstr(root->name, prefix)) {
+        const int il = atoi(name + strlen(prefix));
+        for (size_t i = 0; i < layers.size(); ++i) {
+            if (layers[i].info.il == il) {
+                return (int) i;
+            }
+        }
+    }
+    return -1;
 }
 
 // a square input matrix on the way is the Walsh-Hadamard rotation of a quantised cache, see
@@ -113,14 +130,6 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
                 layer.k->type == GGML_TYPE_F32 ? copy_floats : ggml_get_type_traits(layer.k->type)->to_float;
         layers.push_back(std::move(layer));
     }
-    auto layer_of = [this](const ggml_tensor * tensor) -> kvmem_layer_data * {
-        for (auto & layer : layers) {
-            if (layer.k == kvmem_cache_of(tensor)) {
-                return &layer;
-            }
-        }
-        return nullptr;
-    };
 
     // the worst case, as the context reserved it: a smaller graph here would be followed by a larger one at run time
     const uint32_t n_tokens = std::min(llama_n_ctx(ctx), llama_n_ubatch(ctx));
@@ -131,13 +140,15 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
         const ggml_tensor * node = ggml_graph_node(graph, i);
         if (node->op == GGML_OP_SET_ROWS) {
-            if (auto * layer = layer_of(node)) {
+            if (const int at = layer_of(node); at >= 0) {
+                auto *         layer = &layers[at];
                 const rotation rot   = find_rotation(node->src[0]);
                 layer->info.hadamard = rot.hadamard;
                 read_rope(rot.rope, layer->info.rope_k, layer->freq_factors_k);
             }
         } else if (node->op == GGML_OP_FLASH_ATTN_EXT) {
-            if (auto * layer = layer_of(node->src[1])) {
+            if (const int at = layer_of(node->src[1]); at >= 0) {
+                auto * layer    = &layers[at];
                 auto & info     = layer->info;
                 info.head_dim_k = (int32_t) node->src[0]->ne[0];
                 info.n_head     = (int32_t) node->src[0]->ne[2];

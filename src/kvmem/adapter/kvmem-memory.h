@@ -63,6 +63,9 @@ struct kvmem_memory : public llama_memory_i {
 
     std::vector<kvmem_piece> pieces() const;
 
+    // index of the layer whose K the tensor is a view, a cast or a copy of; -1 for none
+    int layer_of(const ggml_tensor * tensor) const;
+
     // forgets the cells that are queued for it
     void flush_clears();
 
@@ -88,6 +91,3 @@ struct kvmem_memory : public llama_memory_i {
 };
 
 void kvmem_set_error(const std::string & text);
-
-// the cache tensor that an operand of flash attention, or the result of a store, is a view or a cast of
-const ggml_tensor * kvmem_cache_of(const ggml_tensor * tensor);

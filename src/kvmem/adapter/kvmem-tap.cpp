@@ -11,13 +11,8 @@ static int find_tapped_layer(const kvmem_memory * memory, const ggml_tensor * no
     if (node->op != GGML_OP_FLASH_ATTN_EXT) {
         return -1;
     }
-    const ggml_tensor * k = kvmem_cache_of(node->src[1]);
-    for (size_t i = 0; i < memory->layers.size(); ++i) {
-        if (memory->layers[i].k == k) {
-            return memory->tap.slot_of_layer[i] >= 0 ? (int) i : -1;
-        }
-    }
-    return -1;
+    const int layer = memory->layer_of(node->src[1]);
+    return layer >= 0 && memory->tap.slot_of_layer[layer] >= 0 ? layer : -1;
 }
 
 // Q is not overwritten by the attention that reads it, so it can be read once that node is done
