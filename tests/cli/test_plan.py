@@ -70,7 +70,28 @@ def test_a_hybrid_has_checkpoints(tiny_qwen35: Path, capsys: pytest.CaptureFixtu
     assert execute(["plan", "--json", "-m", str(tiny_qwen35), *ARGS, "128"]) == 0
     plan = json.loads(capsys.readouterr().out)
     # two recurrent layers: 3 columns of 256 for the convolution, 32 x 128 of state, f32
-    assert plan["checkpoint_bytes"] == 2 * 4 * (3 * 256 + 32 * 128)
+    state = 2 * 4 * (3 * 256 + 32 * 128)
+    assert plan["checkpoint_bytes"] == state
+    assert plan["max_checkpoints"] == 8
+    assert plan["all_checkpoint_bytes"] == 9 * state
+    assert plan["history_tokens"] == plan["history_tokens_beside_checkpoints"] == 4096
+
+
+def test_checkpoints_take_room_from_the_history(
+    tiny_qwen35: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["plan", "-m", str(tiny_qwen35), *ARGS, "128", "--kvmem-host-gb", "0.001"]
+    assert execute([*args, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    limit, token = int(0.001 * (1 << 30)), plan["host_bytes_per_token"]
+    assert plan["history_tokens"] == limit // token
+    left = limit - plan["all_checkpoint_bytes"]
+    assert plan["history_tokens_beside_checkpoints"] == left // token
+    assert execute(args) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "a checkpoint in it 38.0 KiB the recurrent state" in shown
+    assert "all checkpoints 342.0 KiB 8 kept, one being written" in shown
+    assert f"beside all checkpoints {left // token:,} beyond it they give way to blocks" in shown
 
 
 def test_without_the_memory(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

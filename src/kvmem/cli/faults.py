@@ -66,9 +66,9 @@ LATER: Mapping[str, str] = MappingProxyType(
             "drafting tokens",
         ),
         **dict.fromkeys(
-            ("--kvmem-query-replay", "--kvmem-query-policy", "--kvmem-method",
-             "--kvmem-query-last", "--kvmem-query-max-tokens", "--kvmem-gpu-ratio"),
-            "choosing how questions are replayed",
+            ("--kvmem-method", "--kvmem-query-last", "--kvmem-query-max-tokens",
+             "--kvmem-gpu-ratio"),
+            "that way of sizing a question or the pool",
         ),
         **dict.fromkeys(("--ui-dir", "--no-ui", "--webui"), "the chat page"),
         **dict.fromkeys(("--metrics", "--slots", "--props"), "monitoring"),

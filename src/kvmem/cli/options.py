@@ -19,6 +19,8 @@ from kvmem.config import (
     KvType,
     MemoryConfig,
     ModelConfig,
+    QueryPolicy,
+    QueryReplay,
     Scorer,
     ServerConfig,
 )
@@ -132,6 +134,18 @@ class EngineOptions:
         _flag("--kvmem-scorer", env="KVMEM_SCORER", panel=MEMORY_PANEL,
               help="How blocks are ranked for a question."),
     ] = "fused"  # fmt: skip
+    query_replay: Annotated[
+        QueryReplay,
+        _flag("--kvmem-query-replay", env="KVMEM_QUERY_REPLAY", panel=MEMORY_PANEL,
+              help="auto: a question is read again only where it saw other blocks than those that "
+              "were chosen for it. legacy: always."),
+    ] = "auto"  # fmt: skip
+    query_policy: Annotated[
+        QueryPolicy,
+        _flag("--kvmem-query-policy", env="KVMEM_QUERY_POLICY", panel=MEMORY_PANEL,
+              help="user: the last user message asks, also for what follows below it. legacy: all "
+              "that is new from that message on asks, anew each time."),
+    ] = "user"  # fmt: skip
     host_gb: Annotated[
         float,
         _flag("--kvmem-host-gb", env="KVMEM_HOST_GB", panel=MEMORY_PANEL,
@@ -192,6 +206,8 @@ class EngineOptions:
                 recent_tokens=self.recent,
                 host_limit_bytes=int(self.host_gb * GIB) if self.host_gb else None,
                 scorer=self.scorer,
+                query_replay=self.query_replay,
+                query_policy=self.query_policy,
                 type_k=self.type_k or self.kv_dtype,
                 type_v=self.type_v or self.kv_dtype,
                 batch_tokens=self.batch,

@@ -9,6 +9,7 @@ from typer import Option
 from kvmem.cli import logs, show
 from kvmem.cli.options import EngineOptions, takes
 from kvmem.config import EngineConfig, MemoryFacts, PoolSizes
+from kvmem.engine.checkpoint import MAX_CHECKPOINTS
 from kvmem.engine.engine import Engine
 from kvmem.engine.facts import memory_facts
 from kvmem.engine.memory import TieredMemory
@@ -24,7 +25,9 @@ class Plan:
     """Resolved sizes with what they cost.
 
     checkpoint_bytes: the recurrent state that goes into one checkpoint; 0 without such layers.
+    all_checkpoint_bytes: those that are kept, and the one that is written before another goes.
     n_history_tokens: largest history that the host limit and the workspace hold.
+    n_easy_tokens: the largest beside all checkpoints; beyond it they give way to blocks.
     """
 
     config: EngineConfig
@@ -39,9 +42,19 @@ class Plan:
         return self.sizes.pool_tokens * self.facts.kv_bytes_per_token
 
     @property
+    def all_checkpoint_bytes(self) -> int:
+        return (MAX_CHECKPOINTS + 1) * self.checkpoint_bytes
+
+    @property
     def n_history_tokens(self) -> int:
-        stored = self.sizes.host_limit_bytes // self.facts.host_bytes_per_token
-        return min(self.sizes.workspace_tokens, stored)
+        return self._tokens_in(self.sizes.host_limit_bytes)
+
+    @property
+    def n_easy_tokens(self) -> int:
+        return self._tokens_in(max(0, self.sizes.host_limit_bytes - self.all_checkpoint_bytes))
+
+    def _tokens_in(self, n_bytes: int) -> int:
+        return min(self.sizes.workspace_tokens, n_bytes // self.facts.host_bytes_per_token)
 
     def as_dict(self) -> dict[str, Any]:
         """For --json; bytes and tokens as plain numbers."""
@@ -63,8 +76,11 @@ class Plan:
             "kv_bytes_per_token": self.facts.kv_bytes_per_token,
             "host_bytes_per_token": self.facts.host_bytes_per_token,
             "checkpoint_bytes": self.checkpoint_bytes,
+            "max_checkpoints": MAX_CHECKPOINTS if self.checkpoint_bytes else 0,
+            "all_checkpoint_bytes": self.all_checkpoint_bytes,
             "host_limit_bytes": sizes.host_limit_bytes,
             "history_tokens": self.n_history_tokens,
+            "history_tokens_beside_checkpoints": self.n_easy_tokens,
             "free_device_bytes": self.facts.free_device_bytes,
             "free_host_bytes": self.facts.free_host_bytes,
             "sources": dict(sizes.sources),
@@ -171,7 +187,17 @@ def render_plan(made: Plan) -> str:
     state = made.checkpoint_bytes
     why = "the recurrent state" if state else "none: this model has attention layers only"
     add("  a checkpoint in it", None, state, why)
+    if state:
+        kept = f"{MAX_CHECKPOINTS} kept, one being written"
+        add("  all checkpoints", None, made.all_checkpoint_bytes, kept)
     whole = made.n_history_tokens == sizes.workspace_tokens
     limit = "the workspace" if whole else "the host limit"
     add("largest history", made.n_history_tokens, None, f"bounded by {limit}")
+    if state:
+        add(
+            "  beside all checkpoints",
+            made.n_easy_tokens,
+            None,
+            "beyond it they give way to blocks",
+        )
     return show.table(rows, right=(1, 2))

@@ -206,3 +206,5 @@ def _log_request(done: Done) -> None:
         done.reason,
         memory.decision,
     )
+    for note in memory.notes:
+        _log.warning("%s", note)
