@@ -1,0 +1,155 @@
+"""What a chain of requests costs: questions that are kept, wide, lost or always read twice."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engines import ask, random_tokens, record
+
+LONG = random_tokens(700, seed=1)
+SPAN = (670, 695)
+
+kinds = pytest.mark.parametrize("kind", ["llama", "qwen35"])
+
+
+@kinds
+def test_a_small_addition_keeps_the_window(kind: str, tiny: Callable[..., Path]) -> None:
+    """Nothing is scored and nothing moves; the reserve has room beside half of itself."""
+    with record(tiny(kind), reserve_tokens=256) as recorded:
+        first = ask(recorded.session, LONG, span=SPAN)
+        history = LONG + first.tokens
+        for seed in range(2):
+            history += random_tokens(20, seed)
+            before = recorded.memory.working_set.resident().tolist()
+            reply = ask(recorded.session, history, span=SPAN)
+            report = reply.stats.memory
+            assert report.decision == "keep_selected"
+            assert report.reason == "the same question: its blocks are visible, with room"
+            assert set(before) <= set(report.blocks)
+            assert (report.blocks_in, report.blocks_out, report.replayed_tokens) == (0, 0, 0)
+            assert report.times.score_s == 0
+            history += reply.tokens
+        # a large one has no room: it is chosen anew, down to the budget
+        history += random_tokens(250, seed=9)
+        report = ask(recorded.session, history, span=SPAN).stats.memory
+        assert report.decision == "cached_query"
+        assert len(report.blocks) <= 8
+        recorded.memory.check()
+
+
+def test_a_window_that_lost_a_block_is_chosen_anew(tiny_llama: Path) -> None:
+    with record(tiny_llama, reserve_tokens=128) as recorded:
+        first = ask(recorded.session, LONG, span=SPAN, max_tokens=200)  # drives out its own blocks
+        assert first.stats.memory.reply_blocks_evicted > 0
+        history = LONG + first.tokens + random_tokens(3)
+        report = ask(recorded.session, history, span=SPAN).stats.memory
+        assert report.decision == "cached_query"
+
+
+@kinds
+def test_a_tool_result_wider_than_the_pool_is_read_once(
+    kind: str, tiny: Callable[..., Path]
+) -> None:
+    """Its question was read while everything fitted. Asked again, and again: nearly all is there."""
+    with record(tiny(kind)) as recorded:
+        first = ask(recorded.session, LONG[:200], span=(150, 190))
+        assert first.stats.memory.decision == "all_resident"
+        history = LONG[:200] + first.tokens + random_tokens(2000, seed=5)
+        replies = [ask(recorded.session, history, span=(150, 190)) for _ in range(3)]
+        assert [reply.done.reason for reply in replies] == ["length"] * 3
+        assert len({reply.tokens for reply in replies}) == 1
+        decisions = [reply.stats.memory.decision for reply in replies]
+        assert decisions == ["cached_query", "keep_selected", "keep_selected"]
+        assert replies[0].stats.memory.read_tokens == 2001
+        for reply in replies[1:]:
+            assert reply.stats.cached_tokens >= len(history) - 8
+            assert reply.stats.memory.blocks == replies[0].stats.memory.blocks
+        recorded.memory.check()
+
+
+@kinds
+def test_a_question_wider_than_the_pool_asks_with_all_of_it(
+    kind: str, tiny: Callable[..., Path]
+) -> None:
+    """1,500 tokens of question for a budget of 256: its Q comes from its whole length."""
+    history = LONG[:100] + random_tokens(1500, seed=3)
+    span = (100, 1600)
+    with record(tiny(kind)) as recorded:
+        report = ask(recorded.session, history, span=span).stats.memory
+        assert report.decision in ("query_replay", "unchanged_selection")
+        assert report.reason.endswith("query: the last user message")
+        assert report.read_tokens == 1600
+        assert report.replayed_tokens <= 128  # half of the budget
+        recorded.memory.check()
+        # the same Q, read by hand
+        recorded.session.truncate(0)
+        recorded.session.read(history[:100])
+        expected = recorded.session.query(history[100:], range(1500))
+        recorded.session.truncate(0)
+        ask(recorded.session, history, span=span)
+        question = recorded.session._reader._question  # type: ignore[union-attr]  # noqa: SLF001
+        assert question is not None
+        np.testing.assert_array_equal(question.query.tokens, expected.tokens)
+        assert question.query.n_rows == 16
+
+
+@kinds
+def test_a_cancel_behind_the_question_keeps_its_q(kind: str, tiny: Callable[..., Path]) -> None:
+    with record(tiny(kind), budget_tokens=512) as recorded:
+        history = random_tokens(500, seed=1)
+        recorded.context.stop_at = 3
+        assert ask(recorded.session, history, span=(20, 60)).done.reason == "cancelled"
+        history += random_tokens(600, seed=2)
+        report = ask(recorded.session, history, span=(20, 60)).stats.memory
+        expected = (
+            "early_query" if kind == "qwen35" and not report.reused_tokens else "cached_query"
+        )
+        assert report.decision == expected
+
+
+@kinds
+def test_legacy_replay_never_skips(kind: str, tiny: Callable[..., Path]) -> None:
+    """A chain below one question, short and long: each request reads what is new twice."""
+    with record(tiny(kind), query_replay="legacy") as recorded:
+        history: tuple[int, ...] = ()
+        for seed, n_tokens in enumerate((120, 60, 300, 40)):
+            n_held = recorded.session.n_tokens
+            history += random_tokens(n_tokens, seed)
+            reply = ask(recorded.session, history, span=(50, 90))
+            report = reply.stats.memory
+            assert report.decision == "query_replay"
+            n_new = len(history) - n_held
+            assert report.read_tokens == n_new
+            assert report.replayed_tokens == min(n_new - (50 if seed == 0 else 0), 128)
+            history += reply.tokens
+        recorded.memory.check()
+
+
+def test_legacy_replay_says_the_same_where_all_is_in_sight(tiny_llama: Path) -> None:
+    prompt, span = LONG[:200], (150, 190)
+    replies = []
+    for replay in ("auto", "legacy"):
+        with record(tiny_llama, query_replay=replay, type_k="f16", type_v="f16") as recorded:
+            replies.append(ask(recorded.session, prompt, span=span, max_tokens=20).tokens)
+    assert replies[0] == replies[1]
+
+
+def test_legacy_policy_asks_with_all_that_is_new(tiny_llama: Path) -> None:
+    with record(tiny_llama, query_policy="legacy") as recorded:
+        first = ask(recorded.session, LONG, span=SPAN)
+        report = first.stats.memory
+        assert report.reason == "query: all from the last user message on"
+        history = LONG + first.tokens + random_tokens(90, seed=2)
+        report = ask(recorded.session, history, span=SPAN).stats.memory
+        assert report.decision in ("query_replay", "unchanged_selection")
+        assert "the last 64 tokens" in report.reason
+
+
+@pytest.mark.parametrize("name", ["query_replay", "query_policy"])
+def test_other_words_are_refused(name: str) -> None:
+    from kvmem.config import MemoryConfig
+    from kvmem.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=name):
+        MemoryConfig(**{name: "sometimes"})
