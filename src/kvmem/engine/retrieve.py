@@ -18,6 +18,11 @@ from kvmem.llama.context import CancelToken
 __all__ = ["QueryTap", "apply", "choose", "read_query", "score"]
 
 I32 = NDArray[np.int32]
+
+# A block brings a neighbour along where this part of its score lies at their border. What was seen:
+# the parts are nearly 0 or nearly 1, and 0.2 to 0.8 choose the same blocks (docs/retrieval.md).
+EDGE_SHARE = 0.5
+
 EMPTY = np.empty((0, 0, 0), np.float32)
 
 
@@ -111,11 +116,17 @@ def choose(
 ) -> I32:
     """The blocks to hold of the first n_blocks: ascending, at most budget_blocks.
 
-    Blocks without a score (not stored yet) rank last; the newest one is always in.
+    Blocks without a score (not stored yet) rank last; the newest one is always in. A block whose
+    score lies at one of its ends brings the neighbour there along: what was asked for stands before
+    its answer, and a border may part them.
     """
     padded = np.full(n_blocks, -np.inf, np.float32)
     n_scored = min(n_blocks, len(scores.blocks))
     padded[:n_scored] = scores.blocks[:n_scored]
+    # select() looks at the neighbour's side of a border, and the share is known on this side
+    beside = np.zeros((n_blocks, 2), np.float32)
+    beside[1:, 0][:n_scored] = scores.edges[: max(0, min(n_scored, n_blocks - 1)), 1]
+    beside[: max(0, n_scored - 1), 1] = scores.edges[1:n_scored, 0]
     selection: I32 = select(
         padded,
         n_blocks,
@@ -123,6 +134,8 @@ def choose(
         pins,
         memory.sizes.n_sink_blocks,
         memory.sizes.n_recent_blocks,
+        edge=beside,
+        edge_threshold=EDGE_SHARE,
     )
     return selection
 

@@ -40,11 +40,15 @@ COSINE_EPSILON = 1e-6
 
 
 class Scores(NamedTuple):
-    """What a scorer says of the sealed blocks; higher is better, no unit."""
+    """What a scorer says of the sealed blocks; higher is better, no unit.
+
+    edges: the parts of a block's attention score that lie in its first and in its last slice, 0 to
+    1; 0 where a scorer does not look at slices.
+    """
 
     scorer: str
     blocks: F32  # [n_blocks]
-    edges: F32  # [n_blocks, 2]: what the first and the last slice (or unit) hold of it
+    edges: F32  # [n_blocks, 2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,14 +107,22 @@ def _need_heads(name: str, inputs: ScoreInputs) -> tuple[Query, KeySummaries]:
     return inputs.query, inputs.summaries
 
 
+def _share_edges(blocks: F32, edges: F32) -> tuple[F32, F32]:
+    return blocks, np.divide(edges, blocks[:, None], np.zeros_like(edges), where=edges > 0)
+
+
 def _heads(name: str, inputs: ScoreInputs) -> tuple[F32, F32]:
     query, summaries = _need_heads(name, inputs)
-    return score_blocks(query, summaries, inputs.weights, 2, inputs.threads, inputs.scratch)
+    return _share_edges(
+        *score_blocks(query, summaries, inputs.weights, 2, inputs.threads, inputs.scratch)
+    )
 
 
 def _mass(name: str, inputs: ScoreInputs) -> tuple[F32, F32]:
     query, summaries = _need_heads(name, inputs)
-    return score_blocks(query, summaries, inputs.weights, 1, inputs.threads, inputs.scratch)
+    return _share_edges(
+        *score_blocks(query, summaries, inputs.weights, 1, inputs.threads, inputs.scratch)
+    )
 
 
 def _cosine(name: str, inputs: ScoreInputs) -> tuple[F32, F32]:
@@ -140,7 +152,7 @@ def _lexical(name: str, inputs: ScoreInputs) -> tuple[F32, F32]:
             f"tokens of {inputs.lexical.n_blocks} blocks are indexed, not {inputs.n_blocks}"
         )
     units = inputs.lexical.score(inputs.query.tokens)
-    return units.max(axis=1), np.ascontiguousarray(units[:, [0, -1]])
+    return units.max(axis=1), np.zeros((inputs.n_blocks, 2), np.float32)
 
 
 def _recency(name: str, inputs: ScoreInputs) -> tuple[F32, F32]:
