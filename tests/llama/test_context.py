@@ -5,8 +5,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
+import tiny_vocab
 from engines import random_tokens
 
 from kvmem.errors import Cancelled, ConfigError, DecodeError, ModelError, StateError
@@ -114,11 +116,56 @@ def test_impossible_settings_are_refused_by_name(setting: dict[str, Any], model:
         Context(model, **{"n_ctx": 128, **setting})
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("gemma3", "gemma3 models .* sliding-window layers")])
+def write_mamba(path: Path) -> Path:
+    """A model without attention: one layer with a recurrent state, weights of one half."""
+    n_embd, n_inner, n_state, n_rank, n_conv = 32, 64, 16, 2, 4
+    writer = gguf.GGUFWriter(str(path), "mamba")
+    writer.add_context_length(256)
+    writer.add_embedding_length(n_embd)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_ssm_conv_kernel(n_conv)
+    writer.add_ssm_inner_size(n_inner)
+    writer.add_ssm_state_size(n_state)
+    writer.add_ssm_time_step_rank(n_rank)
+    n_vocab = len(tiny_vocab.add_vocabulary(writer))
+    shapes = {
+        "token_embd.weight": (n_vocab, n_embd),
+        "output_norm.weight": (n_embd,),
+        "blk.0.attn_norm.weight": (n_embd,),
+        "blk.0.ssm_in.weight": (2 * n_inner, n_embd),
+        "blk.0.ssm_conv1d.weight": (n_inner, n_conv),
+        "blk.0.ssm_conv1d.bias": (n_inner,),
+        "blk.0.ssm_x.weight": (n_rank + 2 * n_state, n_inner),
+        "blk.0.ssm_dt.weight": (n_inner, n_rank),
+        "blk.0.ssm_dt.bias": (n_inner,),
+        "blk.0.ssm_a": (n_inner, n_state),
+        "blk.0.ssm_d": (n_inner,),
+        "blk.0.ssm_out.weight": (n_embd, n_inner),
+    }
+    for name, shape in shapes.items():
+        writer.add_tensor(name, np.full(shape, -0.5 if name == "blk.0.ssm_a" else 0.5, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("gemma3", "gemma3 models .* sliding-window layers keep a second cache"),
+        ("mamba", "mamba models .* a purely recurrent model has no KV blocks"),
+    ],
+)
 def test_caches_that_cannot_be_tiered_are_refused_by_name(
-    kind: str, reason: str, tiny: Callable[..., Path]
+    kind: str, reason: str, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
-    with Model(tiny(kind)) as model:
+    path = write_mamba(tmp_path / "mamba.gguf") if kind == "mamba" else tiny(kind)
+    with Model(path) as model:
         for _ in range(3):  # the refused cache is freed, once
             with pytest.raises(ModelError, match=reason + ".*--no-kvmem"):
                 Context(model, n_ctx=256, n_cells=128, block_tokens=32)
