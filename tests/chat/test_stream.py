@@ -53,12 +53,18 @@ TEXTS = st.text(alphabet="ab\U0001f642", max_size=12)
 @given(TEXTS, st.lists(st.text(alphabet="ab\U0001f642", min_size=1, max_size=3), max_size=3),
        st.lists(st.integers(0, 48), max_size=6))  # fmt: skip
 def test_cuts_do_not_matter(text: str, stops: list[str], cuts: list[int]) -> None:
-    """Any split into pieces shows what one piece shows: the text up to the first stop text."""
+    """Any split shows what one piece shows: the text up to the stop that is complete first."""
     data = text.encode()
     borders = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
     pieces = [data[a:b] for a, b in pairwise(borders)]
-    starts = [text.find(stop) for stop in stops if stop in text]
-    assert "".join(shown(pieces, tuple(stops))) == text[: min(starts, default=len(text))]
+    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+    end = min(found)[1] if found else len(text)
+    assert "".join(shown(pieces, tuple(stops))) == text[:end]
+
+
+def test_the_stop_text_that_is_complete_first_counts() -> None:
+    for pieces in ([b"baa"], [b"ba", b"a"], [b"b", b"a", b"a"]):
+        assert "".join(shown(pieces, ("a", "baa"))) == "b"
 
 
 @given(st.lists(TEXTS, max_size=6), st.text(alphabet="ab", min_size=1, max_size=4))

@@ -7,9 +7,10 @@ __all__ = ["ReplyText", "StopMatcher"]
 
 
 class StopMatcher:
-    """Cuts a text at the first of some stop texts, however it is split into pieces.
+    """Cuts a text at the stop text that is complete first, however it is split into pieces.
 
-    What may be the beginning of a stop text is held back until it is decided.
+    What may be the beginning of a stop text is held back until it is decided. Of two that end at
+    the same place the longer one counts.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -22,9 +23,13 @@ class StopMatcher:
         if self.matched is not None:
             return ""
         self._held += text
-        found = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
+        found = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := self._held.find(stop)) >= 0
+        ]
         if found:
-            start, self.matched = min(found)
+            _, start, self.matched = min(found)
             shown, self._held = self._held[:start], ""
             return shown
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
