@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvmem.bench.workload import Question
 from kvmem.engine.engine import Engine
 from kvmem.engine.memory import PlainMemory, TieredMemory
+from kvmem.engine.retrieve import choose
 from kvmem.engine.session import Session
 from kvmem.kv.query import MAX_ROWS, Query, pick_evenly
 from kvmem.kv.scorers import Scores
@@ -146,10 +147,15 @@ class EngineHistory:
         return self._session.score(query, scorer)
 
     def select(self, scores: Scores, question: Question) -> I32:
+        # As a session chooses: the question's tokens count, and its first block is the newest one.
         memory = self._memory
-        n_tokens = memory.n_tokens
-        n_asked = memory.n_blocks_of(n_tokens + len(question.tokens)) - self.n_blocks
-        return self._session.select(scores, budget_blocks=memory.budget_blocks - n_asked)
+        start = memory.n_tokens + question.content.start
+        n_blocks = memory.n_blocks_of(start)
+        n_asked = memory.n_blocks_of(memory.n_tokens + len(question.tokens)) - n_blocks
+        selection = choose(
+            memory, scores, n_blocks=n_blocks, budget_blocks=memory.budget_blocks - n_asked
+        )
+        return selection[selection < self.n_blocks]
 
     def logits(self, tokens: Sequence[int], n_last: int) -> F32:
         return self._session.logits(tokens, n_last)

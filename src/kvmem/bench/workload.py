@@ -218,11 +218,10 @@ class _Writer:
         self._add(self.frame.closed)
 
     def _exchange(self, planted: _Planted, spans: dict[int, Span]) -> None:
-        """The user tells a fact, and again; the assistant repeats it. All of it is gold."""
+        """The user tells a fact; the assistant repeats it. Both are gold."""
         self._add(self.frame.open("user") + "Please remember this.\n")
         start = len(self.tokens)
-        self._add(f"{planted.statement}\n")
-        self._add(f"Once more: {planted.statement}")
+        self._add(planted.statement)
         self._add(self.frame.closed + self.frame.open("assistant"))
         self._add(planted.statement)
         spans[planted.fact] = Span(start, len(self.tokens))

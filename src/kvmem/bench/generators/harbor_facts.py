@@ -37,7 +37,7 @@ SHIPS: Final = (
 )  # fmt: skip
 CLUBS: Final = ("rowing club", "chess club", "brass band", "garden society")
 TRAINS: Final = ("night train", "mail boat", "express bus", "cable car")
-TOWNS: Final = ("Eastport", "Millbrook", "Southcliff", "Greyhaven")
+OFFICES: Final = ("museum", "library", "bank", "post office")
 TRADES: Final = ("dentist", "plumber", "tailor", "florist", "locksmith")
 TOWNSFOLK: Final = FIRST[:6]
 """Who the stories are about; each is named in many places of a history."""
@@ -54,12 +54,12 @@ def _clock(rng: random.Random) -> str:
 
 
 PLAIN: Final = (
-    Form.short("code", "access code for the {x}", PLACES, lambda rng: digits(rng, 4)),
+    Form.short("code", "access code for the {x}", PLACES, lambda rng: digits(rng, 5)),
     Form.short("height", "height of the {x}", PLACES, lambda rng: digits(rng, 2), " metres"),
     Form.short("phone", "phone number of the {x}", TRADES, lambda rng: f"555-{digits(rng, 4)}"),
     Form.short("year", "founding year of the {x}", CLUBS, lambda rng: f"18{digits(rng, 2)}"),
     Form.short("time", "departure time of the {x}", TRAINS, _clock),
-    Form.short("postal", "postal code of {x}", TOWNS, lambda rng: digits(rng, 4)),
+    Form.short("hour", "opening hour of the {x}", OFFICES, _clock),
 )
 """What a model of 135 million parameters can look up; each kind once in a history."""
 
