@@ -171,6 +171,21 @@ def test_what_is_visible_changes_the_logits(tiny_records: list[Record]) -> None:
     assert all(record.kl_nats > 0 for record in by_policy(tiny_records, STOCK))
 
 
+def test_large_blocks_leave_room_for_the_question(tiny_llama: Path) -> None:
+    spec = RecallSpec(
+        model=tiny_llama,
+        n_prompts=1,
+        n_facts=1,
+        n_paraphrased=0,
+        block_tokens=128,
+        stock=False,
+        policies=(Policy("lexical", "none"),),
+        n_threads=1,
+    )
+    found = {record.policy: record.selected_blocks for record in run_recall(spec)}
+    assert 2 <= found["lexical"] <= 512 // 128 - 1
+
+
 @pytest.mark.parametrize(
     ("fields", "setting"),
     [

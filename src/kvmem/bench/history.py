@@ -153,7 +153,11 @@ class EngineHistory:
         n_blocks = memory.n_blocks_of(start)
         n_asked = memory.n_blocks_of(memory.n_tokens + len(question.tokens)) - n_blocks
         selection = choose(
-            memory, scores, n_blocks=n_blocks, budget_blocks=memory.budget_blocks - n_asked
+            memory,
+            scores,
+            n_blocks=n_blocks,
+            budget_blocks=memory.budget_blocks - n_asked,
+            pins=(self.n_blocks - 1,),
         )
         return selection[selection < self.n_blocks]
 
