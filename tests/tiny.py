@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import tiny_vocab
 
-Arch = Literal["llama", "qwen2", "qwen3", "qwen3moe", "smollm3", "gemma3", "qwen35"]
+Arch = Literal["llama", "qwen2", "qwen3", "qwen3moe", "smollm3", "gemma3", "qwen35", "qwen35moe"]
 
 N_HEADS: Final = 4
 N_KV_HEADS: Final = 2
@@ -28,7 +28,9 @@ SSM_KEY_HEADS: Final = 2
 SSM_VALUE_HEADS: Final = 4
 CONV_TAPS: Final = 4
 
-QK_NORM: Final = frozenset({"qwen3", "qwen3moe", "gemma3", "qwen35"})
+QK_NORM: Final = frozenset({"qwen3", "qwen3moe", "gemma3", "qwen35", "qwen35moe"})
+HYBRID: Final = frozenset({"qwen35", "qwen35moe"})
+EXPERTS: Final = frozenset({"qwen3moe", "qwen35moe"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class Shape:
 
     def has_attention_cache(self, layer: int) -> bool:
         """Whether a layer keeps K and V (the others are recurrent)."""
-        if self.arch != "qwen35" or layer >= self.n_layers:
+        if self.arch not in HYBRID or layer >= self.n_layers:
             return True
         return (layer + 1) % self.attention_interval == 0
 
@@ -96,7 +98,7 @@ def write(path: Path, shape: Shape) -> Path:
     """Write a model of this shape to `path`, which is returned."""
     writer = gguf.GGUFWriter(str(path), shape.arch)
     add_metadata(writer, shape)
-    pre = "qwen35" if shape.arch == "qwen35" else "qwen2"
+    pre = "qwen35" if shape.arch in HYBRID else "qwen2"
     n_vocab = len(tiny_vocab.add_vocabulary(writer, pre=pre, template=shape.template))
     writer.add_vocab_size(n_vocab)
 
@@ -136,7 +138,7 @@ def add_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10000.0)
-    if shape.arch == "qwen35":
+    if shape.arch in HYBRID:
         # Half of the dimensions turn, in three interleaved sections (time, height, width).
         turned = shape.head_dim // 2
         section = turned // 2 // 8
@@ -152,10 +154,12 @@ def add_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
             writer.add_nextn_predict_layers(1)
     else:
         writer.add_rope_dimension_count(shape.head_dim)
-    if shape.arch == "qwen3moe":
+    if shape.arch in EXPERTS:
         writer.add_expert_count(N_EXPERTS)
         writer.add_expert_used_count(N_EXPERTS_USED)
         writer.add_expert_feed_forward_length(shape.n_ff)
+    if shape.arch == "qwen35moe":
+        writer.add_expert_shared_feed_forward_length(shape.n_ff)
     if shape.arch == "gemma3":
         writer.add_sliding_window(SWA_TOKENS)
         writer.add_uint32("gemma3.attention.sliding_window_pattern", shape.attention_interval)
@@ -168,12 +172,12 @@ def _add_layer(tensors: Tensors, shape: Shape, layer: int) -> None:
         _add_attention(tensors, shape, prefix)
     else:
         add_linear_attention(tensors, shape, prefix)
-    after = "post_attention_norm" if shape.arch == "qwen35" else "ffn_norm"
+    after = "post_attention_norm" if shape.arch in HYBRID else "ffn_norm"
     tensors.ones(prefix + after + ".weight", shape.n_embd)
     if shape.arch == "gemma3":
         tensors.ones(prefix + "post_attention_norm.weight", shape.n_embd)
         tensors.ones(prefix + "post_ffw_norm.weight", shape.n_embd)
-    if shape.arch == "qwen3moe":
+    if shape.arch in EXPERTS:
         _add_experts(tensors, shape, prefix)
     else:
         _add_feed_forward(tensors, shape, prefix)
@@ -182,7 +186,7 @@ def _add_layer(tensors: Tensors, shape: Shape, layer: int) -> None:
 def _add_attention(tensors: Tensors, shape: Shape, prefix: str) -> None:
     n_query = N_HEADS * shape.head_dim
     n_kv = N_KV_HEADS * shape.head_dim
-    gated = 2 if shape.arch == "qwen35" else 1  # qwen35 keeps an output gate beside each query
+    gated = 2 if shape.arch in HYBRID else 1  # they keep an output gate beside each query
     tensors.matrix(prefix + "attn_q.weight", gated * n_query, shape.n_embd, gain=1.5)
     tensors.matrix(prefix + "attn_k.weight", n_kv, shape.n_embd, gain=1.5)
     tensors.matrix(prefix + "attn_v.weight", n_kv, shape.n_embd)
@@ -225,6 +229,11 @@ def _add_experts(tensors: Tensors, shape: Shape, prefix: str) -> None:
     tensors.normal(prefix + "ffn_gate_exps.weight", (N_EXPERTS, narrow, wide), wide**-0.5)
     tensors.normal(prefix + "ffn_up_exps.weight", (N_EXPERTS, narrow, wide), wide**-0.5)
     tensors.normal(prefix + "ffn_down_exps.weight", (N_EXPERTS, wide, narrow), narrow**-0.5)
+    if shape.arch == "qwen35moe":  # one more that every token goes through, behind a gate
+        tensors.normal(prefix + "ffn_gate_inp_shexp.weight", (wide,), wide**-0.5)
+        tensors.matrix(prefix + "ffn_gate_shexp.weight", narrow, wide)
+        tensors.matrix(prefix + "ffn_up_shexp.weight", narrow, wide)
+        tensors.matrix(prefix + "ffn_down_shexp.weight", wide, narrow)
 
 
 def _add_mtp_block(tensors: Tensors, shape: Shape) -> None:
@@ -246,6 +255,7 @@ KINDS: Final[dict[str, Shape]] = {
     "smollm3": Shape(arch="smollm3", n_layers=4),
     "gemma3": Shape(arch="gemma3", n_layers=2, attention_interval=2),
     "qwen35": Shape(arch="qwen35", n_layers=4, attention_interval=2),
+    "qwen35moe": Shape(arch="qwen35moe", n_layers=2, attention_interval=2),
     "qwen35_mtp": Shape(arch="qwen35", n_layers=4, attention_interval=2, mtp=True),
     "qwen35_64": Shape(arch="qwen35", n_layers=2, attention_interval=2, head_dim=64, mtp=True),
 }

@@ -26,7 +26,8 @@ from kvmem.llama.template import ChatTemplate
 
 BLOCK = SIZES["block_tokens"]
 EXACT = {"ordered": True, "type_k": "f16", "type_v": "f16"}
-KINDS = ["qwen35", pytest.param("qwen35_64", marks=pytest.mark.slow)]
+OTHERS = ["qwen35_64", "qwen35moe"]
+KINDS = ["qwen35", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
 TEXT = "the hill and tower on another river were reached again under rain she then left"
 
 Message = dict[str, Any]

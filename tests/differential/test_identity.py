@@ -16,7 +16,7 @@ from stock import largest_difference, replay, stock_context
 from kvmem.llama.vocab import Vocab
 
 ATTENTION = ["llama", "llama_64", "qwen2", "qwen3", "qwen3_64", "qwen3moe", "smollm3"]
-HYBRID = ["qwen35", "qwen35_64"]
+HYBRID = ["qwen35", "qwen35_64", "qwen35moe"]
 KV_TYPES = [
     ("f16", "f16"),
     ("q8_0", "q8_0"),

@@ -2,10 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from engines import ask, random_tokens, record
+
+from kvmem.config import MemoryConfig
+from kvmem.errors import ConfigError
 
 LONG = random_tokens(700, seed=1)
 SPAN = (670, 695)
@@ -51,7 +55,7 @@ def test_a_window_that_lost_a_block_is_chosen_anew(tiny_llama: Path) -> None:
 def test_a_tool_result_wider_than_the_pool_is_read_once(
     kind: str, tiny: Callable[..., Path]
 ) -> None:
-    """Its question was read while everything fitted. Asked again, and again: nearly all is there."""
+    """Its question was read while everything fitted. Asked again, nearly all is there."""
     with record(tiny(kind)) as recorded:
         first = ask(recorded.session, LONG[:200], span=(150, 190))
         assert first.stats.memory.decision == "all_resident"
@@ -145,8 +149,6 @@ def test_legacy_policy_asks_with_all_that_is_new(tiny_llama: Path) -> None:
 
 @pytest.mark.parametrize("name", ["query_replay", "query_policy"])
 def test_other_words_are_refused(name: str) -> None:
-    from kvmem.config import MemoryConfig
-    from kvmem.errors import ConfigError
-
+    words: dict[str, Any] = {name: "sometimes"}
     with pytest.raises(ConfigError, match=name):
-        MemoryConfig(**{name: "sometimes"})
+        MemoryConfig(**words)
