@@ -1,15 +1,20 @@
 """What a chain of requests costs: questions that are kept, wide, lost or always read twice."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from engines import ask, random_tokens, record
+from handset import fact
 
 from kvmem.config import MemoryConfig
+from kvmem.engine.events import PromptProgress
+from kvmem.engine.passage import Passage
+from kvmem.engine.reading import PromptReader
 from kvmem.errors import ConfigError
+from kvmem.kv.query import Query
 
 LONG = random_tokens(700, seed=1)
 SPAN = (670, 695)
@@ -64,12 +69,54 @@ def test_a_tool_result_wider_than_the_pool_is_read_once(
         assert [reply.done.reason for reply in replies] == ["length"] * 3
         assert len({reply.tokens for reply in replies}) == 1
         decisions = [reply.stats.memory.decision for reply in replies]
-        assert decisions == ["cached_query", "keep_selected", "keep_selected"]
+        assert decisions[0] in ("cached_query", "query_replay")
+        assert decisions[1:] == ["keep_selected", "keep_selected"]
         assert replies[0].stats.memory.read_tokens == 2001
+        assert replies[0].stats.memory.replayed_tokens <= 64  # its end, not all of it
         for reply in replies[1:]:
             assert reply.stats.cached_tokens >= len(history) - 8
             assert reply.stats.memory.blocks == replies[0].stats.memory.blocks
         recorded.memory.check()
+
+
+@pytest.mark.parametrize("has_end", [True, False], ids=["with its end", "question alone"])
+def test_what_a_chain_of_tools_comes_to_is_asked_as_well(
+    has_end: bool, handset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user asks for fact 1; the last of many tools needs fact 3, which the question did not."""
+    if not has_end:
+        monkeypatch.setattr(PromptReader, "_ask_with_end", ask_no_more)
+    with record(handset, scorer="heads", budget_tokens=320, recent_tokens=32) as recorded:
+
+        def tokens(text: str) -> tuple[int, ...]:
+            return tuple(recorded.engine.vocab.tokenize(text))
+
+        filler = " and the other thing" * 12
+        facts = "".join(f"{fact(key, key + 5)}{filler}" for key in range(10))
+        history = tokens(facts)
+        span = (len(history), len(history) + len(tokens("tell me [q1] now")))
+        history += tokens("tell me [q1] now")
+        history += ask(recorded.session, history, span=span, max_tokens=2).tokens
+        for _ in range(4):
+            history += tokens(filler * 2)
+            history += ask(recorded.session, history, span=span, max_tokens=2).tokens
+        history += tokens(f"{filler} so we need it [q3]")
+        reply = ask(recorded.session, history, span=span, max_tokens=1)
+        said = recorded.engine.vocab.piece(reply.tokens[0]).decode()
+        report = reply.stats.memory
+        assert (said == "[a8]") == has_end
+        if has_end:
+            assert report.decision == "query_replay"
+            assert report.reason == "query: the question and the last 64 tokens"
+            assert report.replayed_tokens == 64
+        recorded.memory.check()
+
+
+def ask_no_more(
+    reader: PromptReader, passage: Passage, question: Query, tail: int
+) -> Iterator[PromptProgress]:
+    del reader, question, tail
+    yield from passage.read_to(len(passage.tokens))
 
 
 @kinds

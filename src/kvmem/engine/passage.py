@@ -78,8 +78,11 @@ class Passage:
             if point < stop:
                 memory.save_checkpoint()
 
-    def choose(self, query: Query | None, start: int) -> I32:
-        """Score, and choose for the history before ``start``, with room for what follows it."""
+    def choose(self, query: Query | None, start: int, *, keep_from: int | None = None) -> I32:
+        """Score, and choose for the history before ``start``, with room for what follows it.
+
+        keep_from: a token; blocks from there on stay, whatever they score.
+        """
         memory = self.memory
         n_blocks = memory.n_blocks_of(start)
         n_rest = memory.n_blocks_of(len(self.tokens)) - n_blocks
@@ -89,6 +92,7 @@ class Passage:
                 retrieve.score(memory, query, memory.scorer),
                 n_blocks=n_blocks,
                 budget_blocks=memory.budget_blocks - n_rest,
+                pins=() if keep_from is None else range(keep_from // memory.block_tokens, n_blocks),
             )
 
     def choose_for_reply(self, query: Query, start: int) -> I32:

@@ -167,15 +167,52 @@ class PromptReader:
         """Below a question that was read before: its Q chooses before a token is read."""
         memory = self._memory
         assert self._question is not None
-        if passage.n_new <= memory.room_beside_reply() and self._is_window_whole():
+        n_since = memory.n_tokens - self._question.span.stop
+        is_stale = n_since > memory.budget_blocks * memory.block_tokens
+        has_room = passage.n_new <= memory.room_beside_reply()
+        if not is_stale and has_room and self._is_window_whole():
             yield from passage.read_to(len(passage.tokens), keep=True)
             passage.decide("keep_selected", "the same question: its blocks are visible, with room")
             return
         tail = passage.tail_start(memory.n_tokens)
         yield from passage.read_to(tail)
         passage.apply(passage.choose(self._question.query, tail))
-        yield from passage.read_to(len(passage.tokens))
-        passage.decide("cached_query", "new tokens below a question that was read before")
+        if not is_stale:
+            yield from passage.read_to(len(passage.tokens))
+            passage.decide("cached_query", "new tokens below a question that was read before")
+        else:
+            yield from self._ask_with_end(passage, self._question.query, tail)
+
+    def _ask_with_end(
+        self, passage: Passage, question: Query, tail: int
+    ) -> Iterator[PromptProgress]:
+        """More than the budget was read since the question: what the end asks counts as well.
+
+        The question alone does not know what a long chain of tools has come to. Its end is read
+        again if it saw other blocks than both together choose; the tail stays visible.
+        """
+        memory = self._memory
+        n_total = len(passage.tokens)
+        start = max(tail, n_total - FALLBACK_QUERY_TOKENS)
+        yield from passage.read_to(start)
+        memory.save_checkpoint()
+        with QueryTap(memory, passage.tokens, range(start, n_total)) as tap:
+            yield from passage.read_to(n_total, phase="query_s", seal=False)
+            query = question.join(tap.finish())
+        selection = passage.choose(query, start, keep_from=tail)
+        if np.isin(selection, memory.working_set.resident()).all():
+            memory.try_seal()
+            passage.decide("cached_query", "its end asked for nothing that the question had not")
+        elif not memory.can_return_to(start):
+            passage.apply(passage.choose_for_reply(query, tail))
+            passage.decide("replay_skipped", "the host limit holds no state to go back to")
+        else:
+            memory.truncate(start)
+            passage.apply(selection)
+            yield from passage.read_to(n_total, phase="replay_s")
+            passage.decide(
+                "query_replay", f"query: the question and the last {n_total - start} tokens"
+            )
 
     def _read_question_early(self, passage: Passage, span: Span) -> Iterator[PromptProgress]:
         """The question stands before the part that would be read twice: once is enough."""

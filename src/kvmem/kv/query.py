@@ -1,7 +1,7 @@
 """Query: the pre-rotation query rows of the content tokens, for the layers that score."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +71,14 @@ class Query:
     def n_rows(self) -> int:
         """Rows that score, of each query head."""
         return next((len(rows) for rows in self.layers.values()), 0)
+
+    def join(self, other: "Query") -> "Query":
+        """A query that asks with the rows and tokens of both."""
+        layers = {
+            index: np.concatenate([rows, other.layers[index]])
+            for index, rows in self.layers.items()
+        }
+        return replace(self, layers=layers, tokens=np.concatenate([self.tokens, other.tokens]))
 
     def heads(self, pair: Pair) -> NDArray[np.float32]:
         """The query heads that read this KV head: f32 [n_rows, group, head_dim_k], a view."""
