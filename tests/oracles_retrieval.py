@@ -82,7 +82,8 @@ def hadamard(rows: F64, size: int) -> F64:
 
 def slice_means(keys: F64, slice_tokens: int) -> F64:
     """Mean of each slice: [n_tokens, ...] > [n_slices, ...]."""
-    return keys.reshape(-1, slice_tokens, *keys.shape[1:]).mean(axis=1)
+    means: F64 = keys.reshape(-1, slice_tokens, *keys.shape[1:]).mean(axis=1)
+    return means
 
 
 def slice_scores(

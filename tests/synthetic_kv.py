@@ -63,14 +63,17 @@ def quantize_q8_0(values: NDArray[np.float64]) -> NDArray[np.uint8]:
     return packed.reshape(*values.shape[:-1], -1)
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
-def dequantize_q8_0(source: int, target: int, n: int) -> None:
+def _dequantize_q8_0(source: int, target: int, n: int) -> None:
     """The C function's twin: 32 values from each 34 bytes."""
     groups = np.ctypeslib.as_array((ctypes.c_uint8 * (n // 32 * 34)).from_address(source))
     groups = groups.reshape(-1, 34)
     scale = np.ascontiguousarray(groups[:, :2]).view(np.float16).astype(np.float32)
     out = np.ctypeslib.as_array((ctypes.c_float * n).from_address(target))
     out[:] = (scale * groups[:, 2:].view(np.int8)).reshape(-1)
+
+
+DEQUANTIZE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+dequantize_q8_0 = DEQUANTIZE(_dequantize_q8_0)
 
 
 def dequantizer(type_id: int) -> int:

@@ -158,7 +158,13 @@ def test_the_memory_report_is_asked_for_by_kvmem(value: object, wanted: bool) ->
 
 
 def test_unknown_fields_and_hints_are_ignored() -> None:
-    extra = {"store": True, "think": 3, "cache_prompt": False, "id_slot": 2, "model": "any"}
+    extra: dict[str, Any] = {
+        "store": True,
+        "think": 3,
+        "cache_prompt": False,
+        "id_slot": 2,
+        "model": "any",
+    }
     assert parse(**extra) == parse()
 
 

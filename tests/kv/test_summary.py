@@ -7,7 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from oracles_retrieval import slice_means
-from synthetic_kv import F16, F32, NEOX, Q8_0, dequantize_q8_0, make_history, make_layout, positions
+from synthetic_kv import (
+    DEQUANTIZE,
+    F16,
+    F32,
+    NEOX,
+    Q8_0,
+    dequantize_q8_0,
+    make_history,
+    make_layout,
+    positions,
+)
 
 from kvmem.errors import CapacityError, ConfigError, StateError
 from kvmem.kv.budget import HostBudget
@@ -215,12 +225,12 @@ class TestSummaryWorker:
     def test_add_returns_while_the_thread_is_busy(self) -> None:
         gate = threading.Event()
 
-        @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
         def slow(source: int, target: int, n: int) -> None:
             gate.wait(30)
             dequantize_q8_0(source, target, n)
 
-        address = ctypes.cast(slow, ctypes.c_void_p).value
+        function = DEQUANTIZE(slow)
+        address = ctypes.cast(function, ctypes.c_void_p).value
         layout = make_layout(type_k=Q8_0, dequantize=address)
         history = make_history(layout, 2)
         with SummaryWorker(KeySummaries(layout, [(0, 0)])) as worker:

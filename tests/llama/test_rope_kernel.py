@@ -3,6 +3,7 @@
 import ctypes
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,8 @@ class Ggml:
         self.base = ctypes.CDLL(str(lib / "libkvmem-ggml-base.so"))
         self.registry = ctypes.CDLL(str(lib / "libkvmem-ggml.so"))
         floats = [c_float] * 6
+        function: Any
+        arguments: Any
         for function, result, arguments in (
             (self.base.ggml_init, c_void_p, [InitParams]),
             (self.base.ggml_free, None, [c_void_p]),

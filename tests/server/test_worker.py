@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -102,6 +102,9 @@ def test_hanging_up_while_queued_means_never_running(stream: bool) -> None:
 def test_requests_run_one_at_a_time_in_their_order() -> None:
     order: list[str] = []
 
+    def arrived(backend: FakeBackend, n: int) -> Callable[[], bool]:
+        return lambda: len(backend.requests) == n
+
     class Recording(FakeBackend):
         busy = threading.Lock()
 
@@ -122,7 +125,7 @@ def test_requests_run_one_at_a_time_in_their_order() -> None:
             calls = []
             for n in range(1, 6):
                 calls.append(Call(app, body("w " * n, stream=n % 2 == 0)))
-                await asyncio.to_thread(until, lambda n=n: len(backend.requests) == n + 1)
+                await asyncio.to_thread(until, arrived(backend, n + 1))
                 await asyncio.sleep(0)
             gate.release.set()
             await asyncio.gather(*(call.task for call in calls))

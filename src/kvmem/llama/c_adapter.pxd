@@ -71,7 +71,8 @@ cdef extern from "kvmem.h" nogil:
 
     size_t kvmem_payload_bytes(const kvmem_memory *memory)
     int kvmem_rows_get(kvmem_memory *memory, const int *slots, unsigned char **payloads, uint32_t n)
-    int kvmem_rows_set(kvmem_memory *memory, const int *slots, const unsigned char **payloads, uint32_t n)
+    int kvmem_rows_set(kvmem_memory *memory, const int *slots, const unsigned char **payloads,
+                       uint32_t n)
     int kvmem_blocks_in(kvmem_memory *memory, const int *slots, const unsigned char **payloads,
                         const kvmem_cell_meta **meta, uint32_t n)
     int kvmem_rows_move(kvmem_memory *memory, int source, int target)

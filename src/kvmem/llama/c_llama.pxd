@@ -91,7 +91,8 @@ cdef extern from "llama.h" nogil:
     int32_t llama_model_n_head(const llama_model *model)
     int32_t llama_model_n_head_kv(const llama_model *model)
     int32_t llama_model_desc(const llama_model *model, char *buf, size_t size)
-    int32_t llama_model_meta_val_str(const llama_model *model, const char *key, char *buf, size_t size)
+    int32_t llama_model_meta_val_str(const llama_model *model, const char *key, char *buf,
+                                     size_t size)
     uint64_t llama_model_size(const llama_model *model)
     uint64_t llama_model_n_params(const llama_model *model)
     bint llama_model_is_recurrent(const llama_model *model)
@@ -104,9 +105,11 @@ cdef extern from "llama.h" nogil:
     bint llama_vocab_get_add_bos(const llama_vocab *vocab)
     llama_token llama_vocab_bos(const llama_vocab *vocab)
     llama_token llama_vocab_eos(const llama_vocab *vocab)
-    int32_t llama_tokenize(const llama_vocab *vocab, const char *text, int32_t text_len, llama_token *tokens,
+    int32_t llama_tokenize(const llama_vocab *vocab, const char *text, int32_t text_len,
+                           llama_token *tokens,
                            int32_t n_tokens_max, bint add_special, bint parse_special)
-    int32_t llama_token_to_piece(const llama_vocab *vocab, llama_token token, char *buf, int32_t length,
+    int32_t llama_token_to_piece(const llama_vocab *vocab, llama_token token, char *buf,
+                                 int32_t length,
                                  int32_t lstrip, bint special)
 
     uint32_t llama_n_ctx(const llama_context *ctx)
@@ -123,13 +126,17 @@ cdef extern from "llama.h" nogil:
 
     void llama_memory_clear(llama_memory_t mem, bint data)
     bint llama_memory_seq_rm(llama_memory_t mem, llama_seq_id seq_id, llama_pos p0, llama_pos p1)
-    void llama_memory_seq_cp(llama_memory_t mem, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1)
+    void llama_memory_seq_cp(llama_memory_t mem, llama_seq_id src, llama_seq_id dst, llama_pos p0,
+                             llama_pos p1)
     llama_pos llama_memory_seq_pos_max(llama_memory_t mem, llama_seq_id seq_id)
 
-    size_t llama_state_seq_get_size_ext(llama_context *ctx, llama_seq_id seq_id, llama_state_seq_flags flags)
-    size_t llama_state_seq_get_data_ext(llama_context *ctx, uint8_t *dst, size_t size, llama_seq_id seq_id,
+    size_t llama_state_seq_get_size_ext(llama_context *ctx, llama_seq_id seq_id,
                                         llama_state_seq_flags flags)
-    size_t llama_state_seq_set_data_ext(llama_context *ctx, const uint8_t *src, size_t size, llama_seq_id seq_id,
+    size_t llama_state_seq_get_data_ext(llama_context *ctx, uint8_t *dst, size_t size,
+                                        llama_seq_id seq_id,
+                                        llama_state_seq_flags flags)
+    size_t llama_state_seq_set_data_ext(llama_context *ctx, const uint8_t *src, size_t size,
+                                        llama_seq_id seq_id,
                                         llama_state_seq_flags flags)
 
     const char *llama_print_system_info()

@@ -23,7 +23,8 @@ FLASH_ATTENTION = {
     "auto": <int>c.LLAMA_FLASH_ATTN_TYPE_AUTO,
 }
 
-cdef double SIGNAL_PERIOD_S = 0.05  # how often a decode looks for Ctrl-C; taking the GIL costs microseconds
+# How often a decode looks for Ctrl-C; taking the GIL costs microseconds.
+cdef double SIGNAL_PERIOD_S = 0.05
 
 
 cdef class CancelToken:
@@ -71,7 +72,7 @@ cdef class Context:
 
     Args:
         n_ctx: the logical workspace, in tokens.
-        n_cells: cells of a bounded, placeable attention cache; 0 for a stock context of n_ctx cells.
+        n_cells: cells of a bounded, placeable attention cache; 0 for a stock one of n_ctx cells.
         block_tokens: cells of one slot, for n_cells.
         n_batch, n_ubatch: most tokens of one decode call, and of one graph.
         type_k, type_v: names in runtime.KV_TYPES.
@@ -85,8 +86,9 @@ cdef class Context:
         CapacityError: the memory for it cannot be had.
     """
 
-    def __init__(self, Model model not None, *, int n_ctx, int n_cells=0, int block_tokens=0, int n_batch=512, int n_ubatch=512,
-                 str type_k="f16", str type_v="f16", str flash_attn="on", int n_threads=1, int n_threads_batch=1,
+    def __init__(self, Model model not None, *, int n_ctx, int n_cells=0, int block_tokens=0,
+                 int n_batch=512, int n_ubatch=512, str type_k="f16", str type_v="f16",
+                 str flash_attn="on", int n_threads=1, int n_threads_batch=1,
                  bint offload_kqv=True, int n_seq_max=1, int n_rs_seq=0):
         cdef c.llama_context_params params
         cdef c.llama_model *model_ptr = model.get()
@@ -94,12 +96,13 @@ cdef class Context:
         if self._ptr != NULL:
             raise StateError("a Context is made once")
         # llama.cpp aborts the process over some of these
-        for name, value in (("n_ctx", n_ctx), ("n_batch", n_batch), ("n_ubatch", n_ubatch), ("n_threads", n_threads),
+        for name, value in (("n_ctx", n_ctx), ("n_batch", n_batch), ("n_ubatch", n_ubatch),
+                            ("n_threads", n_threads),
                             ("n_threads_batch", n_threads_batch), ("n_seq_max", n_seq_max)):
             if value < 1:
                 raise ConfigError(name, value, "at least 1")
         if n_cells < 0 or (n_cells and not 1 <= block_tokens <= n_cells):
-            raise ConfigError("n_cells", n_cells, f"0 or at least one block of {block_tokens} tokens")
+            raise ConfigError("n_cells", n_cells, f"0 or at least one block of {block_tokens}")
         for name, value in (("type_k", type_k), ("type_v", type_v)):
             if value not in KV_TYPES:
                 raise ConfigError(name, value, f"one of {', '.join(KV_TYPES)}")
@@ -124,16 +127,21 @@ cdef class Context:
         params.flash_attn_type = <c.llama_flash_attn_type><int>FLASH_ATTENTION[flash_attn]
         with nogil:
             if n_cells:
-                status = a.kvmem_context_init(model_ptr, &params, n_cells, block_tokens, &self._ptr, &self._memory)
+                status = a.kvmem_context_init(
+                    model_ptr, &params, n_cells, block_tokens, &self._ptr, &self._memory)
             else:
                 self._ptr = c.llama_init_from_model(model_ptr, params)
         errors = log.drain()
         if self._ptr == NULL:
-            reason = a.kvmem_last_error().decode("utf-8", "replace") if n_cells else "llama.cpp could not create it"
+            reason = "llama.cpp could not create it"
+            if n_cells:
+                reason = a.kvmem_last_error().decode("utf-8", "replace")
             if status == a.KVMEM_ERR_UNSUPPORTED:
                 raise ModelError(
-                    f"{model.architecture} models cannot run with KV memory: {reason}; use --no-kvmem for plain llama.cpp")
-            raise CapacityError("; ".join([f"no context of {n_cells or n_ctx} cells: {reason}", *errors]))
+                    f"{model.architecture} models cannot run with KV memory: {reason}; "
+                    "use --no-kvmem for plain llama.cpp")
+            what = f"no context of {n_cells or n_ctx} cells: {reason}"
+            raise CapacityError("; ".join([what, *errors]))
         model._n_users += 1
         self.n_vocab = model_n_vocab(model)
         self.n_batch = c.llama_n_batch(self._ptr)
@@ -182,16 +190,18 @@ cdef class Context:
     def is_closed(self):
         return self._ptr == NULL
 
-    def decode(self, const int[::1] tokens not None, const int[::1] pos not None, *, outputs="last", seqs=(0,),
-               CancelToken cancel=None):
+    def decode(self, const int[::1] tokens not None, const int[::1] pos not None, *,
+               outputs="last", seqs=(0,), CancelToken cancel=None):
         """Run one batch through the model; the GIL is released.
 
-        tokens, pos: int32 [n], 1 <= n <= n_batch. outputs: "last", "all", "none" or a sequence of token indices, the
-        rows of logits to keep. seqs: the sequences that the tokens belong to.
+        tokens, pos: int32 [n], 1 <= n <= n_batch. outputs: "last", "all", "none" or a sequence of
+        token indices, the rows of logits to keep. seqs: the sequences that the tokens belong to.
 
         Raises:
-            DecodeError: llama.cpp refused or failed; which tokens it still holds is up to the caller to find out.
-            Cancelled: ``cancel`` was set. Any exception of a signal handler, KeyboardInterrupt above all.
+            DecodeError: llama.cpp refused or failed; which tokens it still holds is up to the
+                caller to find out.
+            Cancelled: ``cancel`` was set. Any exception of a signal handler, KeyboardInterrupt
+                above all.
         """
         cdef c.llama_context *ctx = self.get()
         cdef int n = <int>tokens.shape[0]
@@ -199,7 +209,8 @@ cdef class Context:
         cdef int n_seq = len(seqs)
         cdef int status
         if n < 1 or n > self.n_batch or pos.shape[0] != n:
-            raise DecodeError(f"a batch of {n} tokens and {pos.shape[0]} positions; it may hold 1 to {self.n_batch}")
+            raise DecodeError(f"a batch of {n} tokens and {pos.shape[0]} positions; "
+                              f"it may hold 1 to {self.n_batch}")
         if cancel is not None and cancel._set:
             raise Cancelled("cancelled before the batch")
         self._batch.n_tokens = n
@@ -237,12 +248,13 @@ cdef class Context:
             raise interrupt
         if status == 2:
             raise Cancelled("cancelled during the batch")
-        reason = {1: "no free cells for it", -1: "an invalid batch", -2: "no memory for the compute buffers"}.get(
+        reason = {1: "no free cells for it", -1: "an invalid batch",
+                  -2: "no memory for the compute buffers"}.get(
             status, f"status {status}")
         raise DecodeError("; ".join([f"llama.cpp could not decode {n} tokens: {reason}", *errors]))
 
     def logits(self, int i=-1):
-        """Logits of the i-th token of the last batch, or of the last output for -1: f32 [n_vocab], a copy."""
+        """Logits of the i-th token of the last batch, -1 for the last: f32 [n_vocab], a copy."""
         cdef float *row = c.llama_get_logits_ith(self.get(), i)
         cdef float[::1] view
         if row == NULL:
@@ -253,14 +265,17 @@ cdef class Context:
         memcpy(&view[0], row, self.n_vocab * sizeof(float))
         return out
 
-    # The calls below act on a stock context (plain llama.cpp): a placeable memory is managed by its port.
+    # The calls below act on a stock context: a placeable memory is managed by its port.
 
     def clear(self):
         """Forget every token."""
         c.llama_memory_clear(c.llama_get_memory(self.get()), False)
 
     def seq_rm(self, int seq, int start, int stop):
-        """Remove the positions [start, stop) of a sequence; -1 for an open end. False if that is not possible."""
+        """Remove the positions [start, stop) of a sequence, -1 for an open end.
+
+        False if that is not possible.
+        """
         return c.llama_memory_seq_rm(c.llama_get_memory(self.get()), seq, start, stop)
 
     def seq_cp(self, int source, int target, int start, int stop):

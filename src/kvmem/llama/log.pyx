@@ -19,7 +19,7 @@ def install():
 def drain():
     """Hand the collected lines to ``logging`` and return the errors among them, oldest first.
 
-    llama.cpp calls a load or a decode that it had to give up a failure without saying why: the reason is in these lines.
+    When llama.cpp gives up a load or a decode it does not say why: the reason is in these lines.
     """
     cdef char text[4096]
     cdef int level = 0
@@ -29,8 +29,7 @@ def drain():
         if not line:
             continue
         # what llama.cpp calls info is detail to a user of this package
-        _logger.log(min(_LEVELS[level] if 0 <= level < 6 else logging.INFO, logging.ERROR) if level > 2 else logging.DEBUG,
-                    "%s", line)
+        _logger.log(_LEVELS[level] if 2 < level < 5 else logging.DEBUG, "%s", line)
         if level == 4:
             errors.append(line)
     return errors

@@ -53,8 +53,8 @@ cdef class LlamaPort(DevicePort):
             status = a.kvmem_rows_set(memory, slots, payloads, n)
         return _check(status)
 
-    cdef int bring_in(self, const SlotId *slots, const unsigned char **payloads, const CellMeta **meta,
-                      int n) except -1:
+    cdef int bring_in(self, const SlotId *slots, const unsigned char **payloads,
+                      const CellMeta **meta, int n) except -1:
         cdef a.kvmem_memory *memory = self.context.memory()
         cdef int status
         with nogil:
@@ -69,7 +69,8 @@ cdef class LlamaPort(DevicePort):
         return _check(status)
 
     cdef int publish(self, CellId cell, const CellMeta *meta, int n) except -1:
-        return _check(a.kvmem_cells_publish(self.context.memory(), cell, <const a.kvmem_cell_meta *>meta, n))
+        return _check(a.kvmem_cells_publish(
+            self.context.memory(), cell, <const a.kvmem_cell_meta *>meta, n))
 
     cdef int clear(self, CellId cell, int n) except -1:
         return _check(a.kvmem_cells_clear(self.context.memory(), cell, n))
@@ -92,7 +93,8 @@ cdef class LlamaPort(DevicePort):
         return slab
 
     cdef void slab_free(self, unsigned char *slab, size_t n_bytes) noexcept:
-        # the store holds this port, which holds the context: it is still open, or its owner broke the order of closing
+        # the store holds this port, which holds the context: that is still open, or its owner
+        # broke the order of closing
         if self.context._memory != NULL:
             a.kvmem_host_free(self.context._memory, slab)
 
@@ -113,16 +115,18 @@ cdef class LlamaPort(DevicePort):
             if rows[i] <= rows[i - 1]:
                 raise ValueError(f"tapped rows must ascend, but {rows[i]} follows {rows[i - 1]}")
         first = self.layout.layers[layers[0]]
-        buffer = np.empty((layers.shape[0], rows.shape[0], first.n_head, first.head_dim_k), np.float32)
+        shape = (layers.shape[0], rows.shape[0], first.n_head, first.head_dim_k)
+        buffer = np.empty(shape, np.float32)
         out = buffer
         # an open tap writes to its own buffer, so that one is let go only when the new tap is open
-        if a.kvmem_tap_begin(self.context.memory(), &layers[0], layers.shape[0], &rows[0], rows.shape[0],
+        if a.kvmem_tap_begin(self.context.memory(), &layers[0], layers.shape[0],
+                             &rows[0], rows.shape[0],
                              &out[0, 0, 0, 0]) != a.KVMEM_OK:
             raise StateError(a.kvmem_last_error().decode("utf-8", "replace"))
         self._tap_out = buffer
 
     def end_tap(self):
-        """Stop reading and return f32 [n_layers, n_rows, n_head, head_dim], rotated as attention sees it.
+        """Stop reading; f32 [n_layers, n_rows, n_head, head_dim], rotated as attention sees it.
 
         Raises StateError if the rows were not all decoded.
         """
@@ -148,11 +152,14 @@ cdef class LlamaPort(DevicePort):
 
     @property
     def transfer(self):
-        """How rows are copied: "generic" (ggml's tensor copies) or "cuda" (whole records and a scatter kernel)."""
+        """How rows are copied: "generic" (ggml's copies) or "cuda" (whole records)."""
         return a.kvmem_transfer_name(self.context.memory()).decode()
 
     def use_transfer(self, str name not None):
-        """Copy rows this way from now on. Raises TransferError if it is not possible; before any host memory is taken."""
+        """Copy rows this way from now on; to be called before any host memory is taken.
+
+        Raises TransferError if it is not possible.
+        """
         _check(a.kvmem_transfer_use(self.context.memory(), name.encode()))
 
     def device_bytes(self):

@@ -38,11 +38,11 @@ cdef class Model:
         progress: called with 0..1 while loading, on the calling thread.
 
     Raises:
-        ModelError: no such file, no GGUF, truncated, or of an architecture that llama.cpp does not know.
+        ModelError: no such file, no GGUF, truncated, or of an unknown architecture.
     """
 
-    def __init__(self, path, *, int n_gpu_layers=-1, bint use_mmap=True, bint use_mlock=False, bint load_mtp=False,
-                 object progress=None):
+    def __init__(self, path, *, int n_gpu_layers=-1, bint use_mmap=True, bint use_mlock=False,
+                 bint load_mtp=False, object progress=None):
         cdef c.llama_model_params params
         cdef bytes name
         cdef const char *c_name
@@ -74,7 +74,8 @@ cdef class Model:
             self.close()
             raise interrupt
         if self._ptr == NULL:
-            reason = "; ".join(dict.fromkeys(_shorten(line) for line in errors)) or "llama.cpp gave no reason"
+            reasons = dict.fromkeys(_shorten(line) for line in errors)
+            reason = "; ".join(reasons) or "llama.cpp gave no reason"
             raise ModelError(f"cannot load {self.path}: {reason}")
 
     def __dealloc__(self):

@@ -40,7 +40,10 @@ def ensure_started():
 
 
 def devices():
-    """Each compute device as (name, description, kind, free bytes, total bytes); kind is "cpu", "gpu" or "other"."""
+    """Each compute device as (name, description, kind, free bytes, total bytes).
+
+    kind is "cpu", "gpu" or "other".
+    """
     cdef size_t free = 0
     cdef size_t total = 0
     cdef c.ggml_backend_dev_t device
@@ -49,10 +52,13 @@ def devices():
     for i in range(c.ggml_backend_dev_count()):
         device = c.ggml_backend_dev_get(i)
         c.ggml_backend_dev_memory(device, &free, &total)
-        kind = {<int>c.GGML_BACKEND_DEVICE_TYPE_CPU: "cpu", <int>c.GGML_BACKEND_DEVICE_TYPE_GPU: "gpu"}.get(
-            <int>c.device_get_type(device), "other")
-        found.append((c.ggml_backend_dev_name(device).decode(), c.ggml_backend_dev_description(device).decode(),
-                      kind, free, total))
+        kind = {
+            <int>c.GGML_BACKEND_DEVICE_TYPE_CPU: "cpu",
+            <int>c.GGML_BACKEND_DEVICE_TYPE_GPU: "gpu",
+        }.get(<int>c.device_get_type(device), "other")
+        name = c.ggml_backend_dev_name(device).decode()
+        description = c.ggml_backend_dev_description(device).decode()
+        found.append((name, description, kind, free, total))
     return found
 
 

@@ -1,7 +1,5 @@
 """The recurrent state of a hybrid model, as bytes: it cannot be rewound, only restored."""
 
-import numpy as np
-
 from kvmem.errors import StateError
 from kvmem.llama cimport c_adapter as a
 from kvmem.llama cimport c_llama as c
@@ -22,17 +20,22 @@ def state_bytes(Context context not None):
 
 
 def save_state(Context context not None, unsigned char[::1] out not None):
-    """Copy the recurrent state to ``out``: u8 [state_bytes]. Raises StateError if it is not usable (see is_state_valid)."""
+    """Copy the recurrent state to ``out``: u8 [state_bytes].
+
+    Raises StateError if it is not usable (see is_state_valid).
+    """
     cdef c.llama_context *ctx = context.get()
     cdef size_t n_bytes = out.shape[0]
     cdef size_t written
     if not a.kvmem_recurrent_valid(context.memory()):
-        raise StateError("the recurrent state is not usable: restore one, or read the history again")
+        raise StateError("the recurrent state is not usable: restore one, or read again")
     with nogil:
-        written = c.llama_state_seq_get_data_ext(ctx, &out[0], n_bytes, SEQ, c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+        written = c.llama_state_seq_get_data_ext(
+            ctx, &out[0], n_bytes, SEQ, c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
     if written != n_bytes:
         errors = log.drain()
-        raise StateError("; ".join([f"the recurrent state has {written} bytes, not {n_bytes}", *errors]))
+        what = f"the recurrent state has {written} bytes, not {n_bytes}"
+        raise StateError("; ".join([what, *errors]))
 
 
 def restore_state(Context context not None, const unsigned char[::1] state not None):
@@ -42,7 +45,8 @@ def restore_state(Context context not None, const unsigned char[::1] state not N
     cdef size_t n_bytes = state.shape[0]
     cdef size_t taken
     with nogil:
-        taken = c.llama_state_seq_set_data_ext(ctx, &state[0], n_bytes, SEQ, c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+        taken = c.llama_state_seq_set_data_ext(
+            ctx, &state[0], n_bytes, SEQ, c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
     if taken != n_bytes:
         errors = log.drain()
         raise StateError("; ".join(["the recurrent state could not be restored", *errors]))

@@ -22,8 +22,9 @@ cdef class Vocab:
     def tokenize(self, str text not None, *, bint add_special=False, bint parse_special=True):
         """Token ids of ``text``.
 
-        add_special: also add what the model wants at the start (BOS) or end. parse_special: read ``<|im_start|>``
-        and its kind as single tokens; pass False for text that a user may have written.
+        add_special: also add what the model wants at the start (BOS) or end.
+        parse_special: read ``<|im_start|>`` and its kind as single tokens; pass False for
+            text that a user may have written.
         """
         cdef bytes data = text.encode("utf-8", "surrogatepass")
         cdef const char *chars = data
@@ -36,7 +37,8 @@ cdef class Vocab:
         buffer = np.empty(n_bytes + 8, np.int32)
         tokens = buffer
         with nogil:
-            n = c.llama_tokenize(vocab, chars, n_bytes, &tokens[0], n_bytes + 8, add_special, parse_special)
+            n = c.llama_tokenize(
+                vocab, chars, n_bytes, &tokens[0], n_bytes + 8, add_special, parse_special)
         if n < 0:
             raise RequestError(f"the text of {n_bytes} bytes could not be tokenised")
         return buffer[:n].tolist()
@@ -57,7 +59,8 @@ cdef class Vocab:
 
     def detokenize(self, tokens, *, bint special=True):
         """The text of ``tokens``; bytes that are no UTF-8 become the replacement character."""
-        return b"".join([self.piece(token, special=special) for token in tokens]).decode("utf-8", "replace")
+        pieces = [self.piece(token, special=special) for token in tokens]
+        return b"".join(pieces).decode("utf-8", "replace")
 
     def is_eog(self, int token):
         """Whether ``token`` ends a turn or a text."""
