@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -489,12 +490,8 @@ def main() -> None:
                     if arguments.out:
                         with arguments.out.open("a") as file:
                             file.write(json.dumps({"experiment": name, **row}) + "\n")
-            except Exception as error:  # one experiment must not cost the others
-                print(
-                    f"{name:10} FAILED {type(error).__name__}: {error}", file=sys.stderr, flush=True
-                )
-                import traceback
-
+            except Exception:  # one experiment must not cost the others
+                print(f"{name:10} FAILED", file=sys.stderr, flush=True)
                 traceback.print_exc()
             print(f"{name:10} took {time.perf_counter() - started:.1f} s", flush=True)
 
