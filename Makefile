@@ -39,7 +39,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/cython-lint src/kvmem
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/cython-lint src/kvmem  # it calls pycodestyle
 	find src/kvmem \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' \) -exec $(BIN)/clang-format --dry-run -Werror {} +
 
 format: setup
