@@ -211,19 +211,20 @@ def test_editable_install_works_from_any_folder(dist: Path, tmp_path: Path) -> N
     source, objects = dist.parent / "source", dist.parent / "objects"
     llama = objects / "bin" / "libkvmem-llama.so"
     built = llama.stat().st_mtime_ns
-    python = make_environment(tmp_path / "venv")
-    packages = python.parent.parent / "lib" / f"python{sysconfig.get_python_version()}"
-    (packages / "site-packages" / "outer.pth").write_text(sysconfig.get_path("purelib"))
-    elsewhere = tmp_path / "elsewhere"
+    elsewhere, prefix = tmp_path / "elsewhere", tmp_path / "prefix"
     elsewhere.mkdir()
+    # The same Python as the wheel's, since scikit-build-core empties the build folder of another.
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps")
+    into = ("--no-index", "--ignore-installed", "--prefix", prefix)
     settings = ("--config-settings", f"build-dir={objects}")
-    pip = (python, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps")
-    run(*pip, "--no-index", *settings, "--editable", source, cwd=elsewhere)
+    run(*pip, *into, *settings, "--editable", source, cwd=elsewhere)
     assert llama.stat().st_mtime_ns == built, "the editable install has built llama.cpp again"
-    code = "import kvmem, kvmem._cyutility as c; print(kvmem.__file__); print(c.__file__)"
-    module, extension = run(python, "-c", code, cwd=elsewhere).split()
+    packages = next(prefix.glob("lib/python*/site-packages"))
+    code = "import site, sys; site.addsitedir(sys.argv[1]); import kvmem, kvmem._cyutility as c; "
+    code += "import kvmem.llama.runtime; print(kvmem.__file__); print(c.__file__)"
+    module, extension = run(sys.executable, "-c", code, packages, cwd=elsewhere).split()
     assert Path(module).is_relative_to(source)
-    assert Path(extension).is_relative_to(tmp_path / "venv")
+    assert Path(extension).is_relative_to(prefix)
 
 
 # building again
