@@ -103,6 +103,11 @@ def test_a_prompt_that_is_too_long(tiny_llama: Path, capsys: pytest.CaptureFixtu
     assert "exceeds the available context size (64 tokens)" in capsys.readouterr().err
 
 
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) / os.sysconf("SC_CLK_TCK")
+
+
 def test_an_interrupt_ends_the_reading_of_a_long_prompt(tiny_llama: Path, tmp_path: Path) -> None:
     file = tmp_path / "long.txt"
     file.write_text("the tower on the hill " * 8_000)  # 104,000 tokens, many seconds
@@ -117,6 +122,9 @@ def test_an_interrupt_ends_the_reading_of_a_long_prompt(tiny_llama: Path, tmp_pa
     with process.stderr as stderr:
         # the last words before the reading begins
         assert b"-c 200000 is above the 131072 tokens" in stderr.readline()
+        begun = cpu_seconds(process.pid)
+        while process.poll() is None and cpu_seconds(process.pid) < begun + 1:
+            time.sleep(0.05)  # the context is made in a fraction of this, the reading takes longer
         process.send_signal(signal.SIGINT)
         started = time.monotonic()
         code = process.wait(60)
