@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from pinned_tree import Originals, read_pin, read_series
 
+import kvmem
+
 pytestmark = pytest.mark.slow
 
 Configure = Callable[..., subprocess.CompletedProcess[str]]
@@ -142,8 +144,8 @@ def load_backends(source: Path, folder: Path) -> list[str]:
     return said.stdout.split()
 
 
-def test_release_form_loads_its_one_variant(
-    configure: Configure, vendored: Path, tmp_path: Path
+def test_release_form_runs_with_its_one_variant(
+    configure: Configure, vendored: Path, tiny_llama: Path, tmp_path: Path
 ) -> None:
     result = configure(KVMEM_RELEASE="ON", GGML_CPU_ALL_VARIANTS="OFF")
     assert result.returncode == 0, result.stderr
@@ -152,6 +154,23 @@ def test_release_form_loads_its_one_variant(
     subprocess.run([find_tool("ninja"), "-C", objects, "-j", "2", *targets], check=True)
     said = load_backends(vendored, objects / "bin")
     assert said == ["0", "libkvmem-ggml-cpu.so", "True", "1"]
+
+    # llama.cpp and the bindings are the same in both forms
+    site = tmp_path / "site"
+    shutil.copytree(Path(kvmem.__file__).parent, site / "kvmem")
+    for library in (objects / "bin").glob("libkvmem-ggml*.so"):
+        shutil.copy(library, site / "kvmem" / "lib")
+    answer = [sys.executable, "-m", "kvmem", "run", "-m", str(tiny_llama), "-c", "512", "-t", "1"]
+    ran = subprocess.run(
+        [*answer, "-p", "the light", "-n", "4", "--json"],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["usage"]["completion_tokens"] == 4
 
 
 def test_own_checkout_is_copied_and_patched(

@@ -108,6 +108,28 @@ def cpu_seconds(pid: int) -> float:
     return int(fields[11]) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.parametrize("after_s", [0.2, 0.4, 0.6, 0.8, 1.0, 1.2])
+def test_an_interrupt_at_the_start_is_an_interrupt(
+    tiny_llama: Path, tmp_path: Path, after_s: float
+) -> None:
+    """After this much CPU time Python imports, the model loads, or the context is made."""
+    file = tmp_path / "long.txt"
+    file.write_text("the tower on the hill " * 8_000)
+    args = ["-m", str(tiny_llama), "-c", "200000", "-t", "1", "--kvmem-budget", "512"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvmem", "run", *args, "-f", str(file)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    while process.poll() is None and cpu_seconds(process.pid) < after_s:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    # Python itself ends by the signal while it imports
+    assert process.returncode in (130, -signal.SIGINT), said.decode()
+
+
 def test_an_interrupt_ends_the_reading_of_a_long_prompt(tiny_llama: Path, tmp_path: Path) -> None:
     file = tmp_path / "long.txt"
     file.write_text("the tower on the hill " * 8_000)  # 104,000 tokens, many seconds

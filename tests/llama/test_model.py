@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvmem.errors import Cancelled, ModelError, RequestError, StateError
@@ -95,14 +96,26 @@ def test_close_twice_and_use_after_close(tiny_llama: Path) -> None:
             use()
 
 
-def test_a_model_outlives_its_contexts(tiny_llama: Path) -> None:
-    with Model(tiny_llama) as model:
-        with Context(model, n_ctx=64):
-            with pytest.raises(StateError, match="1 open context"):
-                model.close()
-            assert not model.is_closed
-        with pytest.raises(StateError, match="loaded once"):
-            model.__init__(tiny_llama)  # type: ignore[misc]
+def test_a_closed_model_stays_until_its_last_context_goes(tiny_llama: Path) -> None:
+    token, pos = np.array([1], np.int32), np.array([0], np.int32)
+    model = Model(tiny_llama)
+    first, second = Context(model, n_ctx=64), Context(model, n_ctx=64)
+    model.close()
+    assert model.is_closed
+    with pytest.raises(StateError, match="closed"):
+        Context(model, n_ctx=64)
+    first.close()
+    second.decode(token, pos)  # its weights are still there
+    assert np.isfinite(second.logits(0)).all()
+    second.close()
+    second.close()
+
+
+def test_a_model_is_loaded_once(tiny_llama: Path) -> None:
+    with Model(tiny_llama) as model, pytest.raises(StateError, match="loaded once"):
+        model.__init__(tiny_llama)  # type: ignore[misc]
+    with pytest.raises(StateError, match="loaded once"):
+        model.__init__(tiny_llama)  # type: ignore[misc]
 
 
 def test_a_context_in_a_cycle_frees_its_model_last(tiny_llama: Path) -> None:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -56,8 +55,7 @@ class Engine:
             self.sizes: PoolSizes = config.memory.resolve(self.facts)
             self._memory = self._make_memory(config, config.memory)
         except BaseException:
-            with suppress(StateError):  # an interrupt may come before the context has an owner
-                self.close()
+            self.close()
             raise
 
     def _make_memory(self, config: EngineConfig, memory: MemoryConfig) -> Memory:

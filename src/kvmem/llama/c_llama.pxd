@@ -149,7 +149,9 @@ cdef extern from "ggml-backend.h" nogil:
     ctypedef enum device_type "enum ggml_backend_dev_type":
         GGML_BACKEND_DEVICE_TYPE_CPU
         GGML_BACKEND_DEVICE_TYPE_GPU
-    void ggml_backend_load_all_from_path(const char *dir_path)
+    ctypedef struct ggml_backend_reg
+    ctypedef ggml_backend_reg *ggml_backend_reg_t
+    ggml_backend_reg_t ggml_backend_load(const char *path)
     size_t ggml_backend_dev_count()
     ggml_backend_dev_t ggml_backend_dev_get(size_t index)
     const char *ggml_backend_dev_name(ggml_backend_dev_t device)

@@ -142,7 +142,7 @@ cdef class Context:
                     "use --no-kvmem for plain llama.cpp")
             what = f"no context of {n_cells or n_ctx} cells: {reason}"
             raise CapacityError("; ".join([what, *errors]))
-        model._n_users += 1
+        model.acquire()
         self.n_vocab = model_n_vocab(model)
         self.n_batch = c.llama_n_batch(self._ptr)
         self.n_ubatch = c.llama_n_ubatch(self._ptr)
@@ -161,7 +161,7 @@ cdef class Context:
             c.llama_batch_free(self._batch)
             with nogil:
                 c.llama_free(ptr)
-            self.model._n_users -= 1
+            self.model.release()
 
     cdef c.llama_context *get(self) except NULL:
         if self._ptr == NULL:

@@ -2,10 +2,14 @@ from kvmem.llama.c_llama cimport llama_model
 
 
 cdef class Model:
-    cdef llama_model *_ptr              # owned; NULL once closed
-    cdef int _n_users                   # open contexts; close() waits for none, it refuses
+    cdef llama_model *_ptr              # owned; freed once closed and without contexts
+    cdef int _n_contexts                # open ones
+    cdef bint _is_closed
     cdef readonly object path
     cdef object _progress
     cdef object _interrupt
 
     cdef llama_model *get(self) except NULL
+    cdef void acquire(self) noexcept
+    cdef void release(self) noexcept
+    cdef void _free_if_unused(self) noexcept

@@ -46,7 +46,7 @@ cdef class Model:
         cdef c.llama_model_params params
         cdef bytes name
         cdef const char *c_name
-        if self._ptr != NULL:
+        if self._ptr != NULL or self._is_closed:
             raise StateError("a Model is loaded once")
         self.path = Path(path)
         _check_is_gguf(self.path)
@@ -74,6 +74,7 @@ cdef class Model:
             self.close()
             raise interrupt
         if self._ptr == NULL:
+            self._is_closed = True
             reasons = dict.fromkeys(_shorten(line) for line in errors)
             reason = "; ".join(reasons) or "llama.cpp gave no reason"
             raise ModelError(f"cannot load {self.path}: {reason}")
@@ -84,20 +85,34 @@ cdef class Model:
             self._ptr = NULL
 
     cdef c.llama_model *get(self) except NULL:
-        if self._ptr == NULL:
+        if self._is_closed or self._ptr == NULL:
             raise StateError(f"the model {self.path} is closed")
         return self._ptr
 
     def close(self):
-        """Free the model. A second call does nothing; open contexts are an error."""
+        """Close the model; its memory is freed when its last open context is closed too.
+
+        A second call does nothing.
+        """
+        self._is_closed = True
+        self._free_if_unused()
+        log.drain()
+
+    cdef void acquire(self) noexcept:
+        """A context has been made over it."""
+        self._n_contexts += 1
+
+    cdef void release(self) noexcept:
+        """A context has been freed."""
+        self._n_contexts -= 1
+        self._free_if_unused()
+
+    cdef void _free_if_unused(self) noexcept:
         cdef c.llama_model *ptr = self._ptr
-        if self._n_users:
-            raise StateError(f"close the {self._n_users} open context(s) of {self.path} first")
-        self._ptr = NULL
-        if ptr != NULL:
+        if self._is_closed and self._n_contexts == 0 and ptr != NULL:
+            self._ptr = NULL
             with nogil:
                 c.llama_model_free(ptr)
-            log.drain()
 
     def __enter__(self):
         return self
@@ -107,7 +122,7 @@ cdef class Model:
 
     @property
     def is_closed(self):
-        return self._ptr == NULL
+        return self._is_closed
 
     def metadata(self, str key):
         """The GGUF value of ``key`` as text, or None."""

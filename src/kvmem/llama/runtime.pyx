@@ -1,10 +1,13 @@
 """The process-wide part of llama.cpp: back ends, devices, KV cell types."""
 
+import os
 from pathlib import Path
 from threading import Lock
 
+from kvmem.errors import EngineError
 from kvmem.llama cimport c_llama as c
 from kvmem.llama import log
+from kvmem.llama.backends import choose_backends
 
 __all__ = ["KV_TYPES", "devices", "ensure_started", "system_info"]
 
@@ -22,18 +25,26 @@ _started = False
 
 
 def ensure_started():
-    """Load the back ends of this package, once, by their own path.
+    """Load the back ends of this package, once, by their own paths.
 
     llama.cpp would otherwise look for back ends in the current folder.
+
+    Raises:
+        EngineError: a module of this package that cannot be loaded, by name.
     """
     global _started
-    cdef bytes folder
+    cdef bytes name
     with _lock:
         if _started:
             return
         log.install()
-        folder = bytes(Path(__file__).resolve().parent.parent / "lib")
-        c.ggml_backend_load_all_from_path(folder)
+        for path in choose_backends(Path(__file__).resolve().parent.parent / "lib"):
+            name = os.fsencode(path)
+            if c.ggml_backend_load(name) == NULL:
+                reason = "; ".join(log.drain()) or "ggml gave no reason"
+                raise EngineError(f"cannot load the back end {path.name}: {reason}")
+        if c.ggml_backend_dev_count() == 0:
+            raise EngineError("this build has no compute back end for this machine")
         c.llama_backend_init()
         log.drain()
         _started = True
