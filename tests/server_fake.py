@@ -55,7 +55,14 @@ class FakeBackend:
     def render(self, request: ChatRequest) -> RenderedChat:
         self.requests.append(request)
         text = " ".join(message.text for message in request.messages)
-        return RenderedChat(text=text, prompt=Prompt(tokens=tuple(range(len(text.split())))))
+        return RenderedChat(
+            text=text,
+            prompt=Prompt(tokens=tuple(range(len(text.split())))),
+            stops=request.stop,
+            sampling=request.sampling,
+            max_tokens=request.max_tokens,
+            n_logprobs=request.n_logprobs,
+        )
 
     def generate(
         self, prompt: Prompt, params: GenerateParams, cancel: CancelToken

@@ -6,10 +6,12 @@ import pytest
 
 from kvmem.chat.fields import FieldError
 from kvmem.chat.request import ChatRequest, RequestDefaults, parse_chat_request
+from kvmem.chat.thinking import Thinking
 from kvmem.engine.sampling import SamplingParams
 from kvmem.errors import UnsupportedContentError
 
 USER = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
 def parse(defaults: RequestDefaults | None = None, **fields: Any) -> ChatRequest:
@@ -18,11 +20,13 @@ def parse(defaults: RequestDefaults | None = None, **fields: Any) -> ChatRequest
 
 def test_a_minimal_request_takes_the_defaults() -> None:
     defaults = RequestDefaults(
-        sampling=SamplingParams(temperature=0.5, top_k=3), max_tokens=9, enable_thinking=False
+        sampling=SamplingParams(temperature=0.5, top_k=3),
+        max_tokens=9,
+        thinking=Thinking(enabled=False),
     )
     request = parse(defaults)
     assert request.sampling == defaults.sampling
-    assert (request.max_tokens, request.enable_thinking) == (9, False)
+    assert (request.max_tokens, request.thinking.enabled) == (9, False)
     assert (request.stream, request.include_usage, request.include_memory) == (False,) * 3
     assert parse(defaults, temperature=0).sampling == SamplingParams(temperature=0.0, top_k=3)
 
@@ -108,48 +112,6 @@ def test_stop_texts(value: object, stops: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "effort", "top", "default", "thinking"),
-    [
-        (None, None, None, None, None),
-        (None, None, None, False, False),
-        (None, None, True, False, True),
-        (None, "none", True, True, False),
-        (None, "high", False, True, False),
-        (True, "none", False, False, True),
-        (False, None, True, True, False),
-        (None, "default", None, True, True),
-    ],
-)
-def test_what_decides_about_thinking(
-    kwargs: bool | None,
-    effort: str | None,
-    top: bool | None,
-    default: bool | None,
-    thinking: bool | None,
-) -> None:
-    request = parse(
-        RequestDefaults(enable_thinking=default),
-        chat_template_kwargs={} if kwargs is None else {"enable_thinking": kwargs},
-        reasoning_effort=effort,
-        enable_thinking=top,
-    )
-    assert request.enable_thinking is thinking
-    shown = request.template_kwargs.get("reasoning_effort")
-    assert shown == (effort if effort == "high" else None)
-
-
-def test_a_top_level_effort_beats_the_kwargs() -> None:
-    kwargs = {"reasoning_effort": "low", "other": 1}
-    assert parse(chat_template_kwargs=kwargs).template_kwargs["reasoning_effort"] == "low"
-    request = parse(chat_template_kwargs=kwargs, reasoning_effort="high")
-    assert request.template_kwargs == {
-        "reasoning_effort": "high",
-        "other": 1,
-        "preserve_reasoning": True,
-    }
-
-
-@pytest.mark.parametrize(
     ("value", "wanted"),
     [(True, True), (False, False), ({"report": True}, True), ({"conversation_id": 4}, False)],
 )
@@ -213,7 +175,13 @@ def test_unknown_fields_and_hints_are_ignored() -> None:
             "chat_template_kwargs.enable_thinking",
             "chat_template_kwargs.enable_thinking must be true or false, not a string",
         ),
-        ({"tools": [{"type": "x"}]}, "tools[0].type", 'tools[0].type must be "function"'),
+        ({"tools": [{"type": 3}]}, "tools[0].type", "tools[0].type must be a string, not a number"),
+        ({"tools": [{}]}, "tools[0].type", "tools[0].type must be given"),
+        (
+            {"tools": [{"type": "function", "function": {}}]},
+            "tools[0].function.name",
+            "tools[0].function.name must be given",
+        ),
         ({"tool_choice": "perhaps"}, "tool_choice", 'tool_choice must be "auto", "none", '
          '"required" or a function'),
     ],
@@ -233,11 +201,9 @@ def test_a_body_that_is_no_object() -> None:
     "fields",
     [
         {"n": 2},
-        {"logprobs": True},
-        {"response_format": {"type": "json_object"}},
-        {"grammar": 'root ::= "a"'},
-        {"tool_choice": "required"},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        {"tools": [TOOL], "response_format": {"type": "json_object"}},
+        {"tools": [TOOL], "grammar": 'root ::= "a"'},
     ],
 )
 def test_what_is_not_built_yet_is_refused(fields: dict[str, Any]) -> None:

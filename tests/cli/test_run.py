@@ -13,7 +13,7 @@ import pytest
 
 from kvmem.cli.app import execute
 
-MODEL_ARGS = ("-c", "1024", "-t", "1", "--temp", "0", "-n", "6")
+MODEL_ARGS = ("-c", "1024", "-t", "1", "--temp", "0", "-n", "6", "--no-think")
 
 
 def run(*args: str) -> int:
@@ -53,7 +53,21 @@ def test_json_holds_text_usage_and_memory(
 def test_a_seed_repeats_a_reply(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     replies = []
     for seed in ("1", "1", "2"):
-        args = ("-c", "512", "-t", "1", "-n", "12", "--temp", "2", "--top-k", "0", "-s", seed)
+        args = (
+            "-c",
+            "512",
+            "-t",
+            "1",
+            "-n",
+            "12",
+            "--no-think",
+            "--temp",
+            "2",
+            "--top-k",
+            "0",
+            "-s",
+            seed,
+        )
         assert run("-m", str(tiny_llama), *args, "-p", "hi") == 0
         replies.append(capsys.readouterr().out)
     assert replies[0] == replies[1] != replies[2]

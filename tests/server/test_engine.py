@@ -48,7 +48,10 @@ def client(tiny_llama: Path) -> Iterator[TestClient]:
 
 
 def chat(client: TestClient, *messages: dict[str, str], **fields: Any) -> dict[str, Any]:
-    body = {"messages": list(messages), "temperature": 0, "max_tokens": 8, "kvmem": True, **fields}
+    body = {
+        "messages": list(messages), "temperature": 0, "max_tokens": 8, "kvmem": True,
+        "enable_thinking": False, **fields,
+    }  # fmt: skip
     response = client.post(CHAT, json=body)
     assert response.status_code == 200, response.text
     result: dict[str, Any] = response.json()
@@ -84,6 +87,7 @@ def test_stream_and_whole_reply_say_the_same(client: TestClient) -> None:
             "messages": [user("who built the tower?")],
             "temperature": 0,
             "max_tokens": 30,
+            "enable_thinking": False,
             "stream": True,
             "stream_options": {"include_usage": True},
         },

@@ -1,11 +1,5 @@
+#include "kvmem-chat.h"
 #include "kvmem-guard.h"
-
-#include "chat.h"
-#include "json.h"
-
-struct kvmem_chat {
-    common_chat_templates_ptr templates;
-};
 
 int kvmem_chat_init(const struct llama_model * model, const char * source, size_t n_source, kvmem_chat ** out) {
     return kvmem_guard([&] {
@@ -56,7 +50,9 @@ static common_chat_templates_inputs read_inputs(const common_json & request) {
     if (request.contains("json_schema")) {
         inputs.json_schema = request.at("json_schema").dump();
     }
-    inputs.grammar               = request.value("grammar", "");
+    if (request.contains("continue")) {
+        inputs.continue_final_message = common_chat_continuation_parse(request.at("continue"));
+    }
     inputs.parallel_tool_calls   = request.value("parallel_tool_calls", false);
     inputs.enable_thinking       = request.value("enable_thinking", true);
     inputs.add_generation_prompt = request.value("add_generation_prompt", true);
@@ -64,27 +60,35 @@ static common_chat_templates_inputs read_inputs(const common_json & request) {
     return inputs;
 }
 
+common_chat_params kvmem_chat_apply(const kvmem_chat & chat, const std::string & request) {
+    common_chat_templates_inputs inputs;
+    try {
+        inputs = read_inputs(common_json::parse(request));
+    } catch (const std::bad_alloc &) {
+        throw;
+    } catch (const std::exception & e) {
+        throw kvmem_invalid(e.what());
+    }
+    return common_chat_templates_apply(chat.templates.get(), inputs);
+}
+
+common_json kvmem_chat_result(const common_chat_params & params) {
+    common_json result          = common_json::object();
+    result["prompt"]            = params.prompt;
+    result["generation_prompt"] = params.generation_prompt;
+    result["grammar"]           = params.grammar;
+    result["grammar_lazy"]      = params.grammar_lazy;
+    result["stops"]             = params.additional_stops;
+    result["thinking_start"]    = params.thinking_start_tag;
+    result["thinking_ends"]     = params.thinking_end_tags;
+    result["preserved_tokens"]  = params.preserved_tokens;
+    result["format"]            = common_chat_format_name(params.format);
+    return result;
+}
+
 int kvmem_chat_render(const kvmem_chat * chat, const char * request, size_t n_request, char ** text, size_t * n_text) {
     return kvmem_guard([&] {
-        common_chat_templates_inputs inputs;
-        try {
-            inputs = read_inputs(common_json::parse(std::string(request, n_request)));
-        } catch (const std::bad_alloc &) {
-            throw;
-        } catch (const std::exception & e) {
-            throw kvmem_invalid(e.what());
-        }
-        const common_chat_params params = common_chat_templates_apply(chat->templates.get(), inputs);
-        common_json              result = common_json::object();
-        result["prompt"]                = params.prompt;
-        result["generation_prompt"]     = params.generation_prompt;
-        result["grammar"]               = params.grammar;
-        result["grammar_lazy"]          = params.grammar_lazy;
-        result["stops"]                 = params.additional_stops;
-        result["thinking_start"]        = params.thinking_start_tag;
-        result["thinking_ends"]         = params.thinking_end_tags;
-        result["preserved_tokens"]      = params.preserved_tokens;
-        result["format"]                = common_chat_format_name(params.format);
-        kvmem_guard_hand_out(result.dump_safe(), text, n_text);
+        const auto params = kvmem_chat_apply(*chat, std::string(request, n_request));
+        kvmem_guard_hand_out(kvmem_chat_result(params).dump_safe(), text, n_text);
     });
 }

@@ -1,5 +1,6 @@
 #include "kvmem-guard.h"
 
+#include "common.h"
 #include "json.h"
 #include "sampling.h"
 
@@ -67,6 +68,37 @@ static void read_grammar(common_params_sampling & params, const common_json & va
     }
 }
 
+static void read_breakers(common_params_sampling & params, const common_json & value) {
+    params.dry_sequence_breakers.clear();
+    for (const auto & text : value) {
+        params.dry_sequence_breakers.push_back(text.get<std::string>());
+    }
+}
+
+// a grammar that belongs to the template: it reads the generation prompt first, and may wait for a trigger
+static void read_constraint(common_params_sampling & params, const common_json & value) {
+    const auto text = value.at("grammar").get<std::string>();
+    if (text.empty()) {
+        return;
+    }
+    params.grammar      = common_grammar(COMMON_GRAMMAR_TYPE_TOOL_CALLS, text);
+    params.grammar_lazy = value.at("lazy").get<bool>();
+    for (const auto & item : value.at("triggers")) {
+        const int type = item.at("type").get<int>();
+        if (type < COMMON_GRAMMAR_TRIGGER_TYPE_TOKEN || type > COMMON_GRAMMAR_TRIGGER_TYPE_PATTERN_FULL) {
+            throw kvmem_invalid("no trigger has the type " + std::to_string(type)); // upstream asserts
+        }
+        common_grammar_trigger trigger;
+        trigger.type  = (common_grammar_trigger_type) type;
+        trigger.value = item.at("value").get<std::string>();
+        trigger.token = item.at("token").get<int>();
+        params.grammar_triggers.push_back(trigger);
+    }
+    if (params.grammar_lazy && params.grammar_triggers.empty()) {
+        throw kvmem_invalid("a lazy grammar needs a trigger");
+    }
+}
+
 static const std::map<std::string, field_reader> & field_readers() {
     using p                                                  = common_params_sampling;
     static const std::map<std::string, field_reader> readers = {
@@ -97,6 +129,12 @@ static const std::map<std::string, field_reader> & field_readers() {
         { "samplers", read_samplers },
         { "logit_bias", read_logit_bias }, // [[token, bias], ..]
         { "grammar", read_grammar },       // GBNF
+        { "dry_sequence_breakers", read_breakers },
+        { "adaptive_target", number(&p::adaptive_target) },
+        { "adaptive_decay", number(&p::adaptive_decay) },
+        { "constraint", read_constraint },
+        { "generation_prompt",
+                [](p & params, const common_json & value) { params.generation_prompt  = value.get<std::string>(); } },
         { "ignore_eos", [](p & params, const common_json & value) { params.ignore_eos = value.get<bool>(); } },
     };
     return readers;
@@ -109,6 +147,9 @@ static common_params_sampling read_params(const common_json & json) {
     common_params_sampling params;
     params.no_perf = true;
     for (const auto & [name, value] : json.items()) {
+        if (name == "reasoning") { // needs the vocabulary
+            continue;
+        }
         const auto reader = field_readers().find(name);
         if (reader == field_readers().end()) {
             throw kvmem_invalid(name + ": unknown sampling parameter");
@@ -124,6 +165,23 @@ static common_params_sampling read_params(const common_json & json) {
     return params;
 }
 
+static void read_reasoning(common_params_sampling & params, const llama_vocab * vocab, const common_json & value) {
+    const auto tokenize = [&](const std::string & text) {
+        return common_tokenize(vocab, text, /* add_special= */ false, /* parse_special= */ true);
+    };
+    const auto start = value.at("start").get<std::string>();
+    if (start.empty() || value.at("ends").empty()) {
+        throw kvmem_invalid("reasoning: a start and an end are needed");
+    }
+    params.reasoning_budget_start  = tokenize(start);
+    params.reasoning_budget_tokens = value.value("budget", -1);
+    for (const auto & end : value.at("ends")) {
+        params.reasoning_budget_end.push_back(tokenize(end.get<std::string>()));
+    }
+    const auto first_end           = value.at("ends").at((size_t) 0).get<std::string>();
+    params.reasoning_budget_forced = tokenize(value.value("message", "") + first_end);
+}
+
 int kvmem_sampler_init(const struct llama_model * model, const char * params, size_t n_params, kvmem_sampler ** out) {
     return kvmem_guard([&] {
         kvmem_guard_silence_log();
@@ -136,6 +194,13 @@ int kvmem_sampler_init(const struct llama_model * model, const char * params, si
         common_params_sampling sampling = read_params(json);
         const llama_vocab *    vocab    = llama_model_get_vocab(model);
         const int32_t          n_vocab  = llama_vocab_n_tokens(vocab);
+        if (json.contains("reasoning")) {
+            try {
+                read_reasoning(sampling, vocab, json.at("reasoning"));
+            } catch (const common_json_error & e) {
+                throw kvmem_invalid(std::string("reasoning: ") + e.what());
+            }
+        }
         for (const auto & bias : sampling.logit_bias) {
             if (bias.token < 0 || bias.token >= n_vocab) {
                 throw kvmem_invalid("logit_bias: token " + std::to_string(bias.token) + " is not in the vocabulary");
@@ -197,6 +262,17 @@ int kvmem_sampler_accept(kvmem_sampler * sampler, int32_t token, int is_generate
             throw kvmem_invalid("token " + std::to_string(token) + " was not chosen under the grammar");
         }
         common_sampler_accept(sampler->sampler.get(), token, is_generated != 0);
+    });
+}
+
+int kvmem_sampler_accept_prompt(kvmem_sampler * sampler, const int32_t * tokens, size_t n_tokens) {
+    return kvmem_guard([&] {
+        for (size_t i = 0; i < n_tokens; i++) {
+            if (tokens[i] < 0 || tokens[i] >= sampler->n_vocab) {
+                throw kvmem_invalid("token " + std::to_string(tokens[i]) + " is not in the vocabulary");
+            }
+            common_sampler_accept(sampler->sampler.get(), tokens[i], false);
+        }
     });
 }
 

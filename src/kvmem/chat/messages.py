@@ -11,6 +11,16 @@ from kvmem.errors import UnsupportedContentError
 __all__ = ["Message", "ToolCall", "read_messages"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+OLD_ROLES = {"function": "tool"}
+INSTRUCTIONS = ("system", "developer")
+
+# type of a part -> the field with its text; the last ones are those of other APIs of OpenAI
+TEXT_PARTS = {
+    "text": "text",
+    "refusal": "refusal",
+    "input_text": "text",
+    "output_text": "text",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +34,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message. parts: its texts, in order; a plain string is one part, no content is none."""
+    """One message.
+
+    parts: its texts, in order; a plain string is one part, no content is none.
+    shown_as: the role that the template sees, where that is another one.
+    path: where it stands in the request.
+    """
 
     role: str
     parts: tuple[str, ...] = ()
@@ -33,29 +48,24 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    shown_as: str | None = None
+    path: str = ""
 
     @property
     def text(self) -> str:
         return "".join(self.parts)
 
-    def with_parts(self, parts: tuple[str, ...]) -> "Message":
-        """The same message with other texts."""
-        return Message(
-            role=self.role,
-            parts=parts,
-            is_list=self.is_list,
-            reasoning=self.reasoning,
-            tool_calls=self.tool_calls,
-            tool_call_id=self.tool_call_id,
-            name=self.name,
-        )
+    @property
+    def is_instruction(self) -> bool:
+        """Whether it speaks for the one who runs the agent."""
+        return self.role in INSTRUCTIONS
 
     def for_template(self) -> dict[str, Any]:
         """As the template reads it."""
         content: object = self.text
         if self.is_list:
             content = [{"type": "text", "text": part} for part in self.parts]
-        fields: dict[str, Any] = {"role": self.role, "content": content}
+        fields: dict[str, Any] = {"role": self.shown_as or self.role, "content": content}
         if self.reasoning is not None:
             fields["reasoning_content"] = self.reasoning
         if self.tool_calls:
@@ -85,7 +95,8 @@ def read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
 def _read_message(item: object, path: str) -> Message:
     if not isinstance(item, dict):
         raise FieldError(path, "must be an object")
-    role = read_text(item, "role", path=f"{path}.")
+    role = read_text(item, "role", path=f"{path}.") or ""
+    role = OLD_ROLES.get(role, role)
     if role not in ROLES:
         raise FieldError(f"{path}.role", f"must be one of {', '.join(ROLES)}")
     content = item.get("content")
@@ -100,23 +111,34 @@ def _read_message(item: object, path: str) -> Message:
         role=role,
         parts=parts,
         is_list=isinstance(content, list),
-        reasoning=read_text(item, "reasoning_content", path=f"{path}."),
+        reasoning=_read_reasoning(item, path),
         tool_calls=_read_tool_calls(item, path),
         tool_call_id=read_text(item, "tool_call_id", path=f"{path}."),
         name=read_text(item, "name", path=f"{path}."),
+        path=path,
     )
 
 
 def _read_part(part: object, path: str) -> str:
+    if isinstance(part, str):
+        return part
     if not isinstance(part, dict):
         raise FieldError(path, "must be an object")
     kind = read_text(part, "type", path=f"{path}.")
-    if kind != "text":
+    name = TEXT_PARTS.get(kind or "")
+    if name is None:
         raise UnsupportedContentError(f"{path} has the type {kind!r}; only text can be read")
-    text = read_text(part, "text", path=f"{path}.")
+    text = read_text(part, name, path=f"{path}.")
     if text is None:
-        raise FieldError(f"{path}.text", "must be given")
+        raise FieldError(f"{path}.{name}", "must be given")
     return text
+
+
+def _read_reasoning(item: dict[str, Any], path: str) -> str | None:
+    """The thinking of an earlier reply, by either of its names; another type is not ours."""
+    text = read_text(item, "reasoning_content", path=f"{path}.")
+    other = item.get("reasoning")
+    return other if text is None and isinstance(other, str) else text
 
 
 def _read_tool_calls(item: dict[str, Any], path: str) -> tuple[ToolCall, ...]:
@@ -125,30 +147,37 @@ def _read_tool_calls(item: dict[str, Any], path: str) -> tuple[ToolCall, ...]:
         where = f"{path}.tool_calls[{index}]"
         if not isinstance(call, dict):
             raise FieldError(where, "must be an object")
-        function = read_object(call, "function", path=f"{where}.") or {}
-        name = read_text(function, "name", path=f"{where}.function.")
+        # a call of a tool that is no function has its fields under its type
+        kind = read_text(call, "type", path=f"{where}.") or "function"
+        function = read_object(call, kind, path=f"{where}.") or {}
+        name = read_text(function, "name", path=f"{where}.{kind}.")
         if not name:
-            raise FieldError(f"{where}.function.name", "must be given")
+            raise FieldError(f"{where}.{kind}.name", "must be given")
+        arguments = function.get("arguments", function.get("input"))
         calls.append(
             ToolCall(
                 id=read_text(call, "id", path=f"{where}.") or "",
                 name=name,
-                arguments=_read_arguments(function, f"{where}.function.arguments"),
+                arguments=_read_arguments(arguments, f"{where}.{kind}.arguments"),
             )
         )
     return tuple(calls)
 
 
-def _read_arguments(function: dict[str, Any], path: str) -> str:
-    """JSON text of an object; some clients send the object itself, or nothing."""
-    value = function.get("arguments")
+def _read_arguments(value: object, path: str) -> str:
+    """JSON text of an object. Clients send the text, the object itself, or nothing.
+
+    A text that is no object is what a reply that was cut short left behind: the model sees it as
+    it is, under the name `arguments`, and the conversation goes on.
+    """
     if value is None or value == "":
         return "{}"
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            parsed = json.loads(value)
         except ValueError:
-            raise FieldError(path, "must hold JSON") from None
+            parsed = None
+        value = parsed if isinstance(parsed, dict) else {"arguments": value}
     if not isinstance(value, dict):
-        raise FieldError(path, "must hold a JSON object")
+        raise FieldError(path, "must be an object, or a text that holds one")
     return json.dumps(value, ensure_ascii=False)

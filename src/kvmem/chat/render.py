@@ -8,15 +8,23 @@ template's own. Both must join to the first text again, or no span is claimed.
 import re
 import secrets
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
+from kvmem.chat.fields import FieldError
+from kvmem.chat.format import TemplateFormat
 from kvmem.chat.messages import Message
+from kvmem.chat.reply import Parser, PlainParser, ReplyReader, ThinkingTags
 from kvmem.chat.request import ChatRequest
 from kvmem.engine.prompt import Prompt, RoleSpan, Span
-from kvmem.errors import RequestError
+from kvmem.engine.sampling import GenerateParams, SamplingParams
+from kvmem.errors import RequestError, UnsupportedContentError
+from kvmem.llama.reply_parser import ReplyParser
+from kvmem.llama.template import ChatTemplate
+from kvmem.llama.vocab import Vocab
 
 __all__ = ["ChatRenderer", "RenderedChat"]
 
@@ -24,28 +32,62 @@ __all__ = ["ChatRenderer", "RenderedChat"]
 TOOL_REPLY_TAG = "<tool_response>"
 
 
-class Template(Protocol):
-    """llama.template.ChatTemplate, as far as it is used here."""
-
-    def render(self, request: dict[str, Any], /) -> dict[str, Any]: ...
-
-
-class Vocabulary(Protocol):
-    """llama.vocab.Vocab, as far as it is used here."""
-
-    def tokenize(
-        self, text: str, *, add_special: bool = False, parse_special: bool = True
-    ) -> list[int]: ...
-    def piece(self, token: int, *, special: bool = True) -> bytes: ...
+# What Qwen3.8's model card advises, with and without thinking. A temperature of 0 is greedy:
+# nothing that was not asked for may then change the choice.
+THINKING_DEFAULTS: Mapping[str, float] = MappingProxyType(
+    {
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "top_k": 20,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repeat_penalty": 1.0,
+    }
+)
+ANSWERING_DEFAULTS: Mapping[str, float] = MappingProxyType(
+    {**THINKING_DEFAULTS, "temperature": 0.7, "top_p": 0.8, "presence_penalty": 1.5}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedChat:
-    """text: the prompt as text. stops: texts that end the reply, by the template."""
+    """A request as the model sees it, and how its reply is made and read.
+
+    text: the prompt as text. stops: texts that end the reply.
+    parser: for this reply alone. sampling: with the defaults of the thinking state, and with what
+    the reply is bound to.
+    preserved: bytes of control tokens that belong to the reply. call_ids: those of the history.
+    """
 
     text: str
     prompt: Prompt
     stops: tuple[str, ...] = ()
+    parser: Parser = field(default_factory=PlainParser)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    n_logprobs: int | None = None
+    thinking: ThinkingTags = field(default_factory=ThinkingTags)
+    preserved: Mapping[int, bytes] = field(default_factory=dict)
+    call_ids: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def reader(self) -> ReplyReader:
+        """Reads the reply; a parser serves one."""
+        reader = ReplyReader(
+            self.parser,
+            stops=self.stops,
+            preserved=self.preserved,
+            used_ids=self.call_ids,
+            thinking=self.thinking,
+        )
+        reader.notes += self.notes
+        return reader
+
+    def params(self) -> GenerateParams:
+        return GenerateParams(
+            sampling=self.sampling, max_tokens=self.max_tokens, n_logprobs=self.n_logprobs
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +102,89 @@ class _Content:
 class ChatRenderer:
     """Renders requests for one model. Several threads may use it at a time."""
 
-    def __init__(self, template: Template, vocab: Vocabulary) -> None:
+    def __init__(self, template: ChatTemplate, vocab: Vocab) -> None:
         self._template = template
         self._vocab = vocab
         self._pieces: dict[int, bytes] = {}
+        self._format = TemplateFormat(template)
 
     def render(self, request: ChatRequest) -> RenderedChat:
         """Raises RequestError with the template's reason where it refuses the messages."""
-        result = self._template.render(_template_fields(request, request.messages))
-        text: str = result["prompt"]
+        notes = [*request.notes, *self._format.check(request, self._vocab.model)]
+        request = replace(request, messages=self._format.place(request.messages))
+        fields = _template_fields(request, self._format.calls_in_parallel(request))
+        parser = self._open(request, fields)
+        text: str = parser.rendered["prompt"]
+        if request.tool_choice.name is not None:
+            # the prompt keeps all tools, so that its beginning stays what it was
+            parser = self._open(request, _with_one_tool(fields, request.tool_choice.name))
         tokens = self._vocab.tokenize(text, add_special=True, parse_special=True)
-        prompt = self._locate(request, text, tokens)
-        return RenderedChat(text=text, prompt=prompt, stops=tuple(result["stops"]))
+        result = parser.rendered
+        thinking = _thinking_tags(result)
+        return RenderedChat(
+            text=text,
+            prompt=self._locate(request, fields, text, tokens),
+            stops=(*request.stop, *result["stops"]),
+            parser=parser,
+            sampling=self._sampling(request, fields, result, thinking),
+            max_tokens=request.max_tokens,
+            n_logprobs=request.n_logprobs,
+            thinking=thinking,
+            preserved={token: self._vocab.piece(token) for token in result["preserved"]},
+            call_ids=tuple(call.id for m in request.messages for call in m.tool_calls),
+            notes=tuple(notes),
+        )
 
-    def _locate(self, request: ChatRequest, text: str, tokens: list[int]) -> Prompt:
-        contents, query, fallback = self._find_contents(request, text)
+    def _open(self, request: ChatRequest, fields: dict[str, Any]) -> ReplyParser:
+        try:
+            return ReplyParser(self._template, self._vocab.model, fields)
+        except RequestError as error:
+            raise self._format.blame(request, fields, error) from None
+
+    def _sampling(
+        self,
+        request: ChatRequest,
+        fields: dict[str, Any],
+        result: dict[str, Any],
+        thinking: ThinkingTags,
+    ) -> SamplingParams:
+        sampling = request.sampling
+        if self._format.can_think and sampling.temperature != 0:
+            card = THINKING_DEFAULTS if fields.get("enable_thinking", True) else ANSWERING_DEFAULTS
+            missing: dict[str, Any] = {
+                k: v for k, v in card.items() if getattr(sampling, k) is None
+            }
+            sampling = replace(sampling, **missing)
+        bound: dict[str, object] = {"generation_prompt": result["generation_prompt"]}
+        if request.grammar is not None:
+            if thinking.is_open:
+                raise FieldError(
+                    "grammar", "binds the whole reply, but this template has the model think first"
+                )
+            bound["grammar"] = request.grammar
+        elif result["grammar"]:
+            bound["constraint"] = {
+                "grammar": result["grammar"],
+                "lazy": result["grammar_lazy"],
+                "triggers": result["triggers"],
+            }
+        elif request.schema is not None or request.tool_choice.mode == "required":
+            what = "tool_choice" if request.schema is None else "response_format"
+            raise UnsupportedContentError(f"{what} cannot be enforced with this chat template")
+        if thinking.start and thinking.ends:
+            budget = request.thinking.budget
+            bound["reasoning"] = {
+                "start": thinking.start,
+                "ends": thinking.ends,
+                "budget": -1 if budget is None else budget,
+                "message": request.thinking.message,
+            }
+        return replace(sampling, extra={**sampling.extra, **bound})
+
+    def _locate(
+        self, request: ChatRequest, fields: dict[str, Any], text: str, tokens: list[int]
+    ) -> Prompt:
+        contents, query, fallback = self._find_contents(request, fields, text)
         ends = self._piece_ends(text, tokens)
         if ends is None:
             return Prompt(
@@ -93,7 +203,7 @@ class ChatRenderer:
         )
 
     def _find_contents(
-        self, request: ChatRequest, text: str
+        self, request: ChatRequest, fields: dict[str, Any], text: str
     ) -> tuple[list[_Content], _Content | None, str]:
         """All contents that can be placed, that of the last user message, and why it is missing."""
         users = [i for i, message in enumerate(request.messages) if message.role == "user"]
@@ -104,20 +214,23 @@ class ChatRenderer:
             return [], None, "the last user message is empty"
         markable = [i for i, message in enumerate(request.messages) if _can_mark(message)]
         for chosen in (markable, [asking]):
-            contents = self._mark(request, text, chosen)
+            contents = self._mark(request, fields, text, chosen)
             query = next((c for c in contents if c.index == asking), None)
             if query is not None:
                 return contents, query, ""
         return [], None, "the template changes the last user message in a way that hides it"
 
-    def _mark(self, request: ChatRequest, text: str, chosen: Sequence[int]) -> list[_Content]:
+    def _mark(
+        self, request: ChatRequest, fields: dict[str, Any], text: str, chosen: Sequence[int]
+    ) -> list[_Content]:
         """Contents of the chosen messages, or nothing if the marks changed anything else."""
         nonce = secrets.token_hex(8)
         messages = list(request.messages)
         for i in chosen:
             messages[i] = _marked(messages[i], f"[{nonce}:{i}:", f":{i}:{nonce}]")
         try:
-            marked: str = self._template.render(_template_fields(request, messages))["prompt"]
+            templated = [message.for_template() for message in messages]
+            marked: str = self._template.render({**fields, "messages": templated})["prompt"]
         except RequestError:  # the first rendering passed; a template may well refuse the marks
             return []
         mark = re.compile(rf"\[{nonce}:(\d+):|:(\d+):{nonce}\]")
@@ -162,18 +275,42 @@ class ChatRenderer:
         return list(accumulate((len(pieces[token]) for token in tokens), initial=-ahead))[1:]
 
 
-def _template_fields(request: ChatRequest, messages: Sequence[Message]) -> dict[str, Any]:
+def _template_fields(request: ChatRequest, parallel: bool) -> dict[str, Any]:
+    thinking = request.thinking
+    # else old thinking vanishes from the history, and with it the prefix that was read before
+    kwargs = {"preserve_reasoning": True, **thinking.kwargs}
+    if thinking.effort is not None:
+        kwargs["reasoning_effort"] = thinking.effort
     fields: dict[str, Any] = {
-        "messages": [message.for_template() for message in messages],
-        "tool_choice": request.tool_choice,
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "kwargs": dict(request.template_kwargs),
+        "messages": [message.for_template() for message in request.messages],
+        "tool_choice": request.tool_choice.mode,
+        "parallel_tool_calls": parallel,
+        "kwargs": kwargs,
+        "add_generation_prompt": request.add_generation_prompt,
     }
     if request.tools:
-        fields["tools"] = [dict(tool) for tool in request.tools]
-    if request.enable_thinking is not None:
-        fields["enable_thinking"] = request.enable_thinking
+        fields["tools"] = [dict(tool.definition) for tool in request.tools]
+    if request.schema is not None:
+        fields["json_schema"] = dict(request.schema)
+    if request.continues:
+        fields["continue"] = request.continues
+    if request.grammar is not None and thinking.enabled is None:
+        fields["enable_thinking"] = False
+    elif thinking.enabled is not None:
+        fields["enable_thinking"] = thinking.enabled
     return fields
+
+
+def _with_one_tool(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    tools = [tool for tool in fields["tools"] if tool["function"]["name"] == name]
+    return {**fields, "tools": tools}
+
+
+def _thinking_tags(result: dict[str, Any]) -> ThinkingTags:
+    start, ends = result["thinking_start"], tuple(result["thinking_ends"])
+    _, opened, after = result["generation_prompt"].rpartition(start) if start else ("", "", "")
+    is_open = bool(opened) and not any(end in after for end in ends)
+    return ThinkingTags(start=start, ends=ends, is_open=is_open)
 
 
 def _can_mark(message: Message) -> bool:
@@ -189,7 +326,7 @@ def _marked(message: Message, begin: str, end: str) -> Message:
     first, *others = message.parts
     parts = [begin + first, *others]
     parts[-1] += end
-    return message.with_parts(tuple(parts))
+    return replace(message, parts=tuple(parts))
 
 
 def _as_shown(text: str, cursor: int, inside: str, after: str) -> str | None:

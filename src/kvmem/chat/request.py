@@ -20,6 +20,8 @@ from kvmem.chat.fields import (
     read_text,
 )
 from kvmem.chat.messages import Message, read_messages
+from kvmem.chat.thinking import Thinking, read_thinking
+from kvmem.chat.tools import Tool, ToolChoice, read_tool_choice, read_tools
 from kvmem.engine.sampling import SamplingParams
 from kvmem.errors import UnsupportedContentError
 
@@ -27,6 +29,7 @@ __all__ = ["ChatRequest", "RequestDefaults", "parse_chat_request"]
 
 MAX_SEED = (1 << 32) - 1
 MAX_LAST_N = 1 << 20  # -1 asks for the whole history; the sampler wants a number
+MAX_TOP_LOGPROBS = 20
 
 # field of the request -> (name for the sampler, least, most); those that SamplingParams lacks
 EXTRA_NUMBERS: Mapping[str, tuple[str, float, float]] = MappingProxyType(
@@ -41,6 +44,8 @@ EXTRA_NUMBERS: Mapping[str, tuple[str, float, float]] = MappingProxyType(
         "dry_base": ("dry_base", 0, 1e6),
         "mirostat_tau": ("mirostat_tau", 0, 1e6),
         "mirostat_eta": ("mirostat_eta", 0, 1e6),
+        "adaptive_target": ("adaptive_target", -1, 1),
+        "adaptive_decay": ("adaptive_decay", 0, 0.99),
     }
 )
 EXTRA_INTEGERS: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -60,31 +65,41 @@ class RequestDefaults:
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
-    enable_thinking: bool | None = None
+    thinking: Thinking = field(default_factory=Thinking)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """A chat completion as asked for.
 
+    parallel_tool_calls: None where nothing is said.
+    schema: JSON schema that the content must follow; grammar: GBNF for the whole reply.
+    sampling: what the request or the server's flags set, and no more.
     max_tokens: None for the room in the workspace.
-    enable_thinking: None leaves it to the template.
-    tool_choice: "auto" or "none".
+    n_logprobs: likeliest tokens to report beside each chosen one; None for no report.
+    continues: go on with the last message, an assistant's: True for whichever of its parts is
+        last, or "content" or "reasoning_content".
     include_memory: put the memory report into the reply.
+    notes: what was asked for and is not done.
     """
 
     messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
-    tool_choice: str = "auto"
-    parallel_tool_calls: bool = False
-    enable_thinking: bool | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    parallel_tool_calls: bool | None = None
+    schema: Mapping[str, Any] | None = None
+    grammar: str | None = None
+    thinking: Thinking = field(default_factory=Thinking)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
+    n_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
     include_memory: bool = False
+    add_generation_prompt: bool = True
+    continues: bool | str = False
+    notes: tuple[str, ...] = ()
 
 
 def parse_chat_request(body: object, defaults: RequestDefaults | None = None) -> ChatRequest:
@@ -92,37 +107,85 @@ def parse_chat_request(body: object, defaults: RequestDefaults | None = None) ->
     defaults = defaults or RequestDefaults()
     if not isinstance(body, dict):
         raise FieldError("the body", "must be a JSON object")
-    _refuse_what_comes_later(body)
+    if (read_integer(body, "n", least=1) or 1) > 1:
+        raise UnsupportedContentError("n is above 1, but one reply is made per request")
     options = read_object(body, "stream_options") or {}
-    thinking, kwargs = _read_thinking(body, defaults.enable_thinking)
+    messages = read_messages(body)
+    tools, notes = read_tools(body)
+    choice = read_tool_choice(body, tools)
+    schema, grammar = _read_constraint(body)
+    if tools and choice.mode != "none" and (schema is not None or grammar is not None):
+        name = "grammar" if schema is None else "a schema for the reply"
+        raise UnsupportedContentError(
+            f"{name} and tools exclude each other: leave one out, or set tool_choice to none"
+        )
+    add_prompt = read_bool(body, "add_generation_prompt")
     return ChatRequest(
-        messages=read_messages(body),
-        tools=_read_tools(body),
-        tool_choice=_read_tool_choice(body),
-        parallel_tool_calls=read_bool(body, "parallel_tool_calls") or False,
-        enable_thinking=thinking,
-        template_kwargs=kwargs,
+        messages=messages,
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=read_bool(body, "parallel_tool_calls"),
+        schema=schema,
+        grammar=grammar,
+        thinking=read_thinking(body, defaults.thinking),
         sampling=_read_sampling(body, defaults.sampling),
         max_tokens=_read_max_tokens(body, defaults.max_tokens),
+        n_logprobs=_read_logprobs(body),
         stop=_read_stop(body),
         stream=read_bool(body, "stream") or False,
         include_usage=read_bool(options, "include_usage", path="stream_options.") or False,
         include_memory=_read_include_memory(body),
+        add_generation_prompt=add_prompt is not False,
+        continues=_read_continues(body, messages),
+        notes=notes,
     )
 
 
-def _refuse_what_comes_later(body: dict[str, Any]) -> None:
-    if (read_integer(body, "n", least=1) or 1) > 1:
-        raise UnsupportedContentError("n is above 1, but one reply is made per request")
-    if read_bool(body, "logprobs") or read_integer(body, "top_logprobs", least=0):
-        raise UnsupportedContentError("logprobs are not supported yet")
+def _read_constraint(body: dict[str, Any]) -> tuple[Mapping[str, Any] | None, str | None]:
+    """Schema and grammar that the reply must follow, at most one of them."""
     form = read_object(body, "response_format") or {}
-    kind = read_text(form, "type", path="response_format.")
-    if kind not in (None, "text"):
-        raise UnsupportedContentError(f"response_format of type {kind!r} is not supported yet")
-    for name in ("json_schema", "grammar"):
-        if body.get(name):
-            raise UnsupportedContentError(f"{name} is not supported yet")
+    kind = read_text(form, "type", path="response_format.") or "text"
+    given: dict[str, Mapping[str, Any] | None] = {}
+    if kind == "json_schema":
+        # OpenAI has the schema one level down, llama-server beside the type too
+        inner = read_object(form, "json_schema", path="response_format.") or form
+        schema = read_object(inner, "schema", path="response_format.json_schema.")
+        if schema is None:
+            raise FieldError("response_format.json_schema.schema", "must be given")
+        given["response_format"] = schema
+    elif kind == "json_object":
+        schema = read_object(form, "schema", path="response_format.")
+        given["response_format"] = schema or {"type": "object"}
+    elif kind != "text":
+        raise FieldError("response_format.type", "must be text, json_object or json_schema")
+    if (schema := read_object(body, "json_schema")) is not None:
+        given["json_schema"] = schema
+    grammar = read_text(body, "grammar") or None
+    if len(given) + (grammar is not None) > 1:
+        names = ", ".join([*given, *(["grammar"] if grammar else [])])
+        raise FieldError(names, "exclude each other: give one")
+    return next(iter(given.values()), None), grammar
+
+
+def _read_logprobs(body: dict[str, Any]) -> int | None:
+    n_top = read_integer(body, "top_logprobs", least=0, most=MAX_TOP_LOGPROBS)
+    if read_bool(body, "logprobs"):
+        return n_top or 0
+    if n_top:
+        raise FieldError("top_logprobs", "needs logprobs to be true")
+    return None
+
+
+def _read_continues(body: dict[str, Any], messages: tuple[Message, ...]) -> bool | str:
+    name = "continue_final_message"
+    value = body.get(name)
+    if value is None or value is False:
+        return False
+    if value is not True and value not in ("content", "reasoning_content"):
+        raise FieldError(name, 'must be true, false, "content" or "reasoning_content"')
+    if messages[-1].role != "assistant" or messages[-1].tool_calls:
+        raise FieldError(name, "needs an assistant message without tool calls at the end")
+    return bool(value) if value is True else str(value)
 
 
 def _read_max_tokens(body: dict[str, Any], default: int | None) -> int | None:
@@ -163,9 +226,12 @@ def _read_sampling(body: dict[str, Any], defaults: SamplingParams) -> SamplingPa
     bias = _read_logit_bias(body)
     if bias:
         extra["logit_bias"] = bias
-    samplers = read_list(body, "samplers")
-    if samplers is not None:
-        extra["samplers"] = samplers
+    for name in ("samplers", "dry_sequence_breakers"):
+        texts = read_list(body, name)
+        if texts is not None:
+            if not all(isinstance(text, str) and text for text in texts):
+                raise FieldError(name, "must be a list of strings")
+            extra[name] = texts
     repeat = read_number(body, "repeat_penalty", least=0, most=1e6)
     if repeat == 0:
         raise FieldError("repeat_penalty", "is 0, but must be above 0 (1 turns it off)")
@@ -208,52 +274,3 @@ def _read_logit_bias(body: dict[str, Any]) -> list[list[float | None]]:
         else:
             biases.append([token_id, float(bias)])
     return biases
-
-
-def _read_thinking(
-    body: dict[str, Any], default: bool | None
-) -> tuple[bool | None, Mapping[str, Any]]:
-    """Whether to think, and what the template is told besides.
-
-    The first that is set decides: chat_template_kwargs.enable_thinking, reasoning_effort "none",
-    enable_thinking, the server's default. A top-level reasoning_effort beats the one in the kwargs;
-    "default" takes it back.
-    """
-    kwargs = dict(read_object(body, "chat_template_kwargs") or {})
-    inner = read_bool(kwargs, "enable_thinking", path="chat_template_kwargs.")
-    inner_effort = read_text(kwargs, "reasoning_effort", path="chat_template_kwargs.")
-    effort = read_text(body, "reasoning_effort") or inner_effort
-    outer = read_bool(body, "enable_thinking")
-    kwargs.pop("enable_thinking", None)
-    kwargs.pop("reasoning_effort", None)
-    if effort is not None and effort not in ("none", "default"):
-        kwargs["reasoning_effort"] = effort
-    # else old thinking vanishes from the history, and with it the prefix that was read before
-    kwargs.setdefault("preserve_reasoning", True)
-    for choice in (inner, False if effort == "none" else None, outer):
-        if choice is not None:
-            return choice, kwargs
-    return default, kwargs
-
-
-def _read_tools(body: dict[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    tools = read_list(body, "tools") or []
-    for index, tool in enumerate(tools):
-        path = f"tools[{index}]"
-        if not isinstance(tool, dict):
-            raise FieldError(path, "must be an object")
-        if tool.get("type") != "function":
-            raise FieldError(f"{path}.type", 'must be "function"')
-        function = read_object(tool, "function", path=f"{path}.")
-        if not function or not read_text(function, "name", path=f"{path}.function."):
-            raise FieldError(f"{path}.function.name", "must be given")
-    return tuple(tools)
-
-
-def _read_tool_choice(body: dict[str, Any]) -> str:
-    choice = body.get("tool_choice")
-    if choice is None or choice in ("auto", "none"):
-        return choice or "auto"
-    if choice == "required" or isinstance(choice, dict):
-        raise UnsupportedContentError("a tool_choice that forces a call is not supported yet")
-    raise FieldError("tool_choice", 'must be "auto", "none", "required" or a function')

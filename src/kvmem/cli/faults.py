@@ -72,11 +72,7 @@ LATER: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(("--ui-dir", "--no-ui", "--webui"), "the chat page"),
         **dict.fromkeys(("--metrics", "--slots", "--props"), "monitoring"),
-        **dict.fromkeys(
-            ("--reasoning-budget", "--reasoning-budget-message", "--reasoning-effort",
-             "--reasoning-format", "--chat-template-kwargs"),
-            "control of thinking by flags",
-        ),
+        "--reasoning-format": "another way of showing thinking",
         **dict.fromkeys(
             ("-sm", "--split-mode", "-ts", "--tensor-split", "-mg", "--main-gpu", "-dev",
              "--device", "-ot", "--override-tensor", "--lora", "-lm", "--list-devices"),

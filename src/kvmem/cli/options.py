@@ -5,6 +5,7 @@ ours). `takes` gives a command the options of some of these classes.
 """
 
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Annotated, Any, get_type_hints
 
 from typer import Option
 
+from kvmem.chat.fields import FieldError
 from kvmem.chat.request import RequestDefaults
+from kvmem.chat.thinking import EFFORTS, Thinking, read_template_kwargs
 from kvmem.config import (
     EngineConfig,
     FlashAttention,
@@ -243,7 +246,8 @@ class SamplingOptions:
     temperature: Annotated[
         float | None,
         _llama("--temp", "--temperature", env="TEMPERATURE", panel=SAMPLING_PANEL,
-               help="0 is greedy. Left out, as those below: llama.cpp's default."),
+               help="0 is greedy. Left out, as those below: what Qwen's model card advises with "
+               "and without thinking, where the template knows it; else llama.cpp's default."),
     ] = None  # fmt: skip
     top_k: Annotated[
         int | None, _llama("--top-k", env="TOP_K", panel=SAMPLING_PANEL, help="0 turns it off.")
@@ -278,6 +282,28 @@ class SamplingOptions:
         _flag("--enable-thinking/--no-think", panel=SAMPLING_PANEL,
               help="Whether models that can think do so. Left out: as the template has it."),
     ] = None  # fmt: skip
+    reasoning_effort: Annotated[
+        str | None,
+        _llama("--reasoning-effort", env="REASONING_EFFORT", panel=SAMPLING_PANEL,
+               help="How hard to think, for templates that know it: none (off), minimal, low, "
+               "medium, high, xhigh, default."),
+    ] = None  # fmt: skip
+    reasoning_budget: Annotated[
+        int,
+        _llama("--reasoning-budget", env="THINK_BUDGET", panel=SAMPLING_PANEL,
+               help="Most tokens of thinking, which is then ended; 0 ends it at once, -1 for no "
+               "limit."),
+    ] = -1  # fmt: skip
+    reasoning_budget_message: Annotated[
+        str,
+        _llama("--reasoning-budget-message", env="THINK_BUDGET_MESSAGE", panel=SAMPLING_PANEL,
+               help="Text that the model says before it ends thinking for want of budget."),
+    ] = ""  # fmt: skip
+    template_kwargs: Annotated[
+        str | None,
+        _llama("--chat-template-kwargs", env="CHAT_TEMPLATE_KWARGS", panel=SAMPLING_PANEL,
+               help='Variables of the chat template, a JSON object: {"enable_thinking": false}.'),
+    ] = None  # fmt: skip
 
     def defaults(self) -> RequestDefaults:
         """Raises ConfigError: a value out of range."""
@@ -306,8 +332,39 @@ class SamplingOptions:
                 seed=self.seed,
             ),
             max_tokens=None if self.n_predict == -1 else self.n_predict,
-            enable_thinking=self.enable_thinking,
+            thinking=self._thinking(),
         )
+
+    def _thinking(self) -> Thinking:
+        if self.reasoning_budget < -1:
+            rule = "at least 0, or -1 for no limit"
+            raise ConfigError("reasoning_budget", self.reasoning_budget, rule)
+        if self.reasoning_effort is not None and self.reasoning_effort not in EFFORTS:
+            rule = f"one of {', '.join(EFFORTS)}"
+            raise ConfigError("reasoning_effort", self.reasoning_effort, rule)
+        return Thinking(
+            enabled=self.enable_thinking,
+            effort=self.reasoning_effort,
+            budget=None if self.reasoning_budget == -1 else self.reasoning_budget,
+            message=self.reasoning_budget_message,
+            kwargs=self._template_kwargs(),
+        )
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        text = self.template_kwargs
+        if text is None:
+            return {}
+        try:
+            kwargs = json.loads(text)
+        except ValueError:
+            kwargs = None
+        if not isinstance(kwargs, dict):
+            raise ConfigError("chat_template_kwargs", text, "a JSON object")
+        try:
+            read_template_kwargs(kwargs)
+        except FieldError as error:
+            raise ConfigError("chat_template_kwargs", text, f"right: {error}") from None
+        return kwargs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

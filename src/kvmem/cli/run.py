@@ -8,12 +8,11 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from kvmem.chat.reply import Delta, ReplyMessage
 from kvmem.chat.request import RequestDefaults, parse_chat_request
-from kvmem.chat.stream import ReplyText
 from kvmem.cli import logs
 from kvmem.cli.options import EngineOptions, SamplingOptions, takes
 from kvmem.engine.events import Done, PromptProgress, TokenEvent
-from kvmem.engine.sampling import GenerateParams
 from kvmem.engine.stats import RequestStats
 from kvmem.errors import ConfigError, RequestError
 from kvmem.llama.context import CancelToken
@@ -36,30 +35,32 @@ class Chat:
             self._messages.append({"role": "system", "content": system})
         self.done: Done | None = None
 
-    def ask(self, text: str) -> Iterator[str]:
+    def ask(self, text: str) -> Iterator[Delta]:
         """The reply in pieces. After the last one, `done` says how it went."""
         messages = [*self._messages, {"role": "user", "content": text}]
         asked = parse_chat_request({"messages": messages}, self._defaults)
         rendered = self._backend.render(asked)
-        reply = ReplyText(rendered.stops)
+        reader = rendered.reader()
         cancel = CancelToken()
-        params = GenerateParams(sampling=asked.sampling, max_tokens=asked.max_tokens)
-        parts: list[str] = []
-        for event in self._backend.generate(rendered.prompt, params, cancel):
-            piece = ""
-            if isinstance(event, TokenEvent) and not reply.is_stopped:
-                piece = reply.feed(event.piece)
-                if reply.is_stopped:
+        message = ReplyMessage()
+        for event in self._backend.generate(rendered.prompt, rendered.params(), cancel):
+            delta = Delta()
+            if isinstance(event, TokenEvent) and not reader.is_stopped:
+                delta = reader.feed([event])
+                if reader.is_stopped:
                     cancel.set()
             elif isinstance(event, Done):
-                piece = "" if reply.is_stopped else reply.finish()
+                delta = reader.finish(event.reason)
                 self.done = event
             elif isinstance(event, PromptProgress):
                 _show_progress(event)
-            if piece:
-                parts.append(piece)
-                yield piece
-        self._messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
+            message.add(delta)
+            if delta:
+                yield delta
+        answer = {"role": "assistant", "content": message.content}
+        if message.reasoning:
+            answer["reasoning_content"] = message.reasoning
+        self._messages = [*messages, answer]
 
 
 @takes(EngineOptions, SamplingOptions)
@@ -113,16 +114,17 @@ def _prompt_of(prompt: str | None, file: Path | None) -> str | None:
 
 
 def _answer(chat: Chat, text: str, *, as_json: bool) -> None:
-    parts = []
-    for piece in chat.ask(text):
-        parts.append(piece)
+    message = ReplyMessage()
+    for delta in chat.ask(text):
+        message.add(delta)
         if not as_json:
-            print(piece, end="", flush=True)
+            _print(delta)
     assert chat.done is not None
     stats = chat.done.stats
     if as_json:
         report = {
-            "text": "".join(parts),
+            "text": message.content,
+            "reasoning": message.reasoning,
             "finish_reason": chat.done.reason,
             "usage": usage_of(stats),
             "timings": timings_of(stats),
@@ -146,8 +148,8 @@ def _converse(chat: Chat) -> None:
         if not text.strip():
             continue
         try:
-            for piece in chat.ask(text):
-                print(piece, end="", flush=True)
+            for delta in chat.ask(text):
+                _print(delta)
             print()
             assert chat.done is not None
             print(_summary(chat.done.stats), file=sys.stderr)
@@ -155,6 +157,12 @@ def _converse(chat: Chat) -> None:
             print("\n(interrupted)", file=sys.stderr)
         except RequestError as error:
             print(f"error: {error}; try a shorter text or a new chat", file=sys.stderr)
+
+
+def _print(delta: Delta) -> None:
+    """The answer goes to stdout, thinking beside it."""
+    print(delta.reasoning, end="", file=sys.stderr, flush=True)
+    print(delta.content, end="", flush=True)
 
 
 def _show_progress(event: PromptProgress) -> None:

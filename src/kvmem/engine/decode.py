@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.engine.events import Event, StopReason, TokenEvent
+from kvmem.engine.logprobs import token_logprobs
 from kvmem.engine.memory import Memory, TieredMemory
 from kvmem.engine.sampling import GenerateParams
 from kvmem.engine.stats import RequestStats
@@ -36,8 +37,7 @@ def decode_reply(
     Raises Cancelled; the tokens yielded before stand in the history, save the last.
     """
     times = stats.memory.times
-    for token in prompt:
-        sampler.accept(int(token), is_generated=False)
+    sampler.accept_prompt(prompt)
     reply_from_block = 0
     if isinstance(memory, TieredMemory):
         reply_from_block = memory.n_blocks_of(len(prompt))
@@ -50,7 +50,10 @@ def decode_reply(
             sampler.accept(token)
         stats.completion_tokens += 1
         ends = vocab.is_eog(token) or token in params.stop_tokens
-        yield TokenEvent(token, b"" if ends else vocab.piece(token, special=False))
+        logprobs = None
+        if params.n_logprobs is not None:
+            logprobs = token_logprobs(memory.context.logits(-1), token, params.n_logprobs, vocab)
+        yield TokenEvent(token, b"" if ends else vocab.piece(token, special=False), logprobs)
         if ends:
             return "stop"
         if memory.n_tokens + 1 >= workspace_tokens or stats.completion_tokens == params.max_tokens:

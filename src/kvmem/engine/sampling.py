@@ -53,15 +53,20 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateParams:
-    """max_tokens.
+    """How one reply is made.
 
-    None for what the workspace holds. stop_tokens: end the reply like an end token does.
+    max_tokens: None for what the workspace holds.
+    stop_tokens: end the reply like an end token does.
+    n_logprobs: likeliest tokens to report beside each chosen one; None for no report.
     """
 
     sampling: SamplingParams = GREEDY
     max_tokens: int | None = None
     stop_tokens: frozenset[int] = frozenset()
+    n_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 0:
-            raise RequestError(f"max_tokens is {self.max_tokens}, but must be at least 0")
+        for name in ("max_tokens", "n_logprobs"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise RequestError(f"{name} is {value}, but must be at least 0")

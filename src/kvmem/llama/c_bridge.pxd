@@ -1,4 +1,4 @@
-# kvmem-bridge.h: templates and samplers of llama-common behind JSON text and handles.
+# kvmem-bridge.h: templates, parsers and samplers of llama-common behind JSON text and handles.
 from libc.stdint cimport int32_t, uint32_t
 
 from kvmem.llama.c_llama cimport llama_context, llama_model
@@ -11,7 +11,12 @@ cdef extern from "kvmem-bridge.h" nogil:
         KVMEM_BRIDGE_ERR_FAILED
         KVMEM_BRIDGE_ERR_MEMORY
 
+    cdef enum kvmem_reply_ending:
+        KVMEM_REPLY_COMPLETE
+        KVMEM_REPLY_CUT
+
     cdef struct kvmem_chat
+    cdef struct kvmem_reply
     cdef struct kvmem_sampler
 
     const char *kvmem_bridge_last_error()
@@ -24,6 +29,17 @@ cdef extern from "kvmem-bridge.h" nogil:
     int kvmem_chat_render(const kvmem_chat *chat, const char *request, size_t n_request,
                           char **text, size_t *n_text)
 
+    int kvmem_reply_init(const kvmem_chat *chat, const llama_model *model, const char *request,
+                         size_t n_request, kvmem_reply **out, char **text, size_t *n_text)
+    void kvmem_reply_free(kvmem_reply *reply)
+    int kvmem_reply_feed(kvmem_reply *reply, const char *text, size_t n_text, char **delta,
+                         size_t *n_delta)
+    int kvmem_reply_finish(kvmem_reply *reply, kvmem_reply_ending ending, char **delta,
+                           size_t *n_delta)
+
+    int kvmem_schema_grammar(const char *schema, size_t n_schema, char **text, size_t *n_text)
+    int kvmem_grammar_check(const llama_model *model, const char *grammar, size_t n_grammar)
+
     int kvmem_sampler_init(const llama_model *model, const char *params, size_t n_params,
                            kvmem_sampler **out)
     int kvmem_sampler_clone(const kvmem_sampler *sampler, kvmem_sampler **out)
@@ -31,4 +47,6 @@ cdef extern from "kvmem-bridge.h" nogil:
     int kvmem_sampler_sample(kvmem_sampler *sampler, llama_context *ctx, int32_t row,
                              int32_t *token)
     int kvmem_sampler_accept(kvmem_sampler *sampler, int32_t token, int is_generated)
+    int kvmem_sampler_accept_prompt(kvmem_sampler *sampler, const int32_t *tokens,
+                                    size_t n_tokens)
     uint32_t kvmem_sampler_seed(const kvmem_sampler *sampler)

@@ -23,7 +23,9 @@ cdef class Sampler:
         repeat_last_n, presence_penalty, frequency_penalty, dry_multiplier, dry_base,
         dry_allowed_length, dry_penalty_last_n, mirostat, mirostat_tau, mirostat_eta, n_probs,
         samplers (names, in order), logit_bias ([[token, bias], ...], None for minus infinity),
-        ignore_eos (a bias on all tokens that end a turn), grammar (GBNF).
+        ignore_eos (a bias on all tokens that end a turn), dry_sequence_breakers, adaptive_target,
+        adaptive_decay, grammar (GBNF); and constraint, generation_prompt and reasoning, which
+        kvmem-bridge.h describes.
         What is left out has llama.cpp's default. Temperature 0 is greedy.
 
     Raises:
@@ -91,6 +93,17 @@ cdef class Sampler:
     def accept(self, int token, *, bint is_generated=True):
         """Put ``token`` into the penalty history; a generated one also advances the grammar."""
         _check(c.kvmem_sampler_accept(self.get(), token, is_generated))
+
+    def accept_prompt(self, const int32_t[::1] tokens not None):
+        """Put a prompt's tokens (int32) into the penalty history."""
+        cdef c.kvmem_sampler *handle = self.get()
+        cdef size_t n_tokens = tokens.shape[0]
+        cdef int status
+        if n_tokens == 0:
+            return
+        with nogil:
+            status = c.kvmem_sampler_accept_prompt(handle, &tokens[0], n_tokens)
+        _check(status)
 
     def clone(self):
         """An independent copy, random state included: both choose alike from here on."""

@@ -1,24 +1,28 @@
 """From engine events to what a client sees: text, the end, and signs of life in between."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import monotonic
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvmem.chat.stream import ReplyText
+from kvmem.chat.reply import Delta, ReplyMessage, ReplyReader
 from kvmem.engine.events import Done, Event, TokenEvent
+from kvmem.engine.logprobs import TokenLogprobs
 from kvmem.errors import Cancelled
 from kvmem.server import sse
 from kvmem.server.errors import error_body
-from kvmem.server.sse import ReplyShape
+from kvmem.server.sse import Reply, ReplyShape
 from kvmem.server.worker import Generation
 
 __all__ = ["EventStream", "cancel_on_disconnect", "first_event", "read_whole"]
+
+_log = logging.getLogger(__name__)
 
 # Node clients give up after minutes of silence, proxies after one; llama-server sends every second.
 SILENCE_S = 1.0
@@ -54,13 +58,15 @@ async def cancel_on_disconnect(request: Request, generation: Generation) -> Asyn
             await task
 
 
-async def read_whole(generation: Generation, stops: Sequence[str]) -> tuple[str, Done]:
-    """Text and end of a reply. Raises Cancelled where it was cut short by someone else."""
-    parts: list[str] = []
-    async for item in _read(generation, stops, None):
+async def read_whole(generation: Generation, reader: ReplyReader) -> Reply:
+    """A whole reply. Raises Cancelled where it was cut short by someone else."""
+    message = ReplyMessage()
+    logprobs: list[TokenLogprobs] = []
+    async for item in _read(generation, reader, None):
         if isinstance(item, Done):
-            return "".join(parts), item
-        parts.append(item)
+            return Reply(message, logprobs, item)
+        message.add(item.delta)
+        logprobs += item.logprobs
     raise Cancelled("the reply was cut short")
 
 
@@ -72,11 +78,11 @@ class EventStream(StreamingResponse):
         generation: Generation,
         first: Event | None,
         shape: ReplyShape,
-        stops: Sequence[str],
+        reader: ReplyReader,
     ) -> None:
         self._generation = generation
         super().__init__(
-            _events(generation, first, shape, stops),
+            _events(generation, first, shape, reader),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
@@ -88,61 +94,85 @@ class EventStream(StreamingResponse):
             self._generation.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What some tokens add to a reply. Neither: a sign of life."""
+
+    delta: Delta
+    logprobs: Sequence[TokenLogprobs] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.delta or self.logprobs)
+
+
 async def _events(
-    generation: Generation, first: Event | None, shape: ReplyShape, stops: Sequence[str]
+    generation: Generation, first: Event | None, shape: ReplyShape, reader: ReplyReader
 ) -> AsyncIterator[bytes]:
     yield sse.COMMENT  # headers go out with it
     began = False
     try:
-        async for item in _read(generation, stops, first, ticks=True):
-            if not began and item != "":
+        async for item in _read(generation, reader, first, ticks=True):
+            if not began and item:
                 began = True
                 yield sse.encode(shape.role())
             if isinstance(item, Done):
-                for chunk in shape.last(item):
+                for chunk in shape.last(item, reader):
                     yield sse.encode(chunk)
                 yield sse.END
             else:
-                yield sse.encode(shape.content(item)) if item else sse.COMMENT
+                for chunk in shape.chunks(item.delta, item.logprobs):
+                    yield sse.encode(chunk)
+                if not item:
+                    yield sse.COMMENT
     except Exception as error:
         yield sse.encode(error_body(error))
 
 
 async def _read(
-    generation: Generation, stops: Sequence[str], first: Event | None, *, ticks: bool = False
-) -> AsyncIterator[str | Done]:
-    """Texts, and last the Done; with `ticks` an empty text for each second of silence."""
-    reply = ReplyText(stops)
-    event = first
+    generation: Generation, reader: ReplyReader, first: Event | None, *, ticks: bool = False
+) -> AsyncIterator[_Piece | Done]:
+    """Pieces, and last the Done; with `ticks` an empty piece for each second of silence."""
+    events = [] if first is None else [first]
     told = monotonic()
+    waiting: list[TokenLogprobs] = []  # of tokens that have added nothing yet
     while True:
-        if event is None:
-            event = await generation.next(max(0.0, told + SILENCE_S - monotonic()))
-        text = ""
-        if isinstance(event, TokenEvent) and not reply.is_stopped:
-            text = reply.feed(event.piece)
-            if reply.is_stopped:
+        if not events:
+            events = await generation.drain(max(0.0, told + SILENCE_S - monotonic()))
+        tokens = [event for event in events if isinstance(event, TokenEvent)]
+        done = next((event for event in events if isinstance(event, Done)), None)
+        events = []
+        delta = Delta()
+        if tokens and not reader.is_stopped:
+            delta = reader.feed(tokens)
+            waiting += [token.logprobs for token in tokens if token.logprobs is not None]
+            if reader.is_stopped:
                 generation.cancel()
-        elif isinstance(event, Done):
-            rest = "" if reply.is_stopped else reply.finish()
-            if rest:
-                yield rest
-            yield _end(event, reply)
+        if delta:
+            yield _Piece(delta, tuple(waiting))
+            waiting = []
+            told = monotonic()
+        if done is not None:
+            rest = reader.finish(done.reason)
+            if rest or waiting:
+                yield _Piece(rest, tuple(waiting))
+            _log_notes(reader)
+            yield _end(done, reader)
             return
-        event = None
-        if text:
-            yield text
-            told = monotonic()
-        elif monotonic() - told >= SILENCE_S:
+        if not delta and monotonic() - told >= SILENCE_S:
             if ticks:
-                yield ""
+                yield _Piece(Delta())
             told = monotonic()
 
 
-def _end(done: Done, reply: ReplyText) -> Done:
+def _end(done: Done, reader: ReplyReader) -> Done:
     """A stop text ends a reply by cancelling it; for the client that is a stop."""
-    if reply.is_stopped:
+    if reader.is_stopped:
         return replace(done, reason="stop")
     if done.reason == "cancelled":
         raise Cancelled("the reply was cancelled")
     return done
+
+
+def _log_notes(reader: ReplyReader) -> None:
+    for note in reader.notes:
+        _log.info("%s", note)

@@ -10,7 +10,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvmem.chat.request import RequestDefaults, parse_chat_request
-from kvmem.engine.sampling import GenerateParams
 from kvmem.errors import ContextLengthError, RequestError
 from kvmem.server.reply import EventStream, cancel_on_disconnect, first_event, read_whole
 from kvmem.server.sse import ReplyShape
@@ -70,20 +69,18 @@ class Api:
         prompt = rendered.prompt
         if len(prompt.tokens) >= backend.n_ctx:
             raise ContextLengthError(len(prompt.tokens), backend.n_ctx)
-        stops = (*asked.stop, *rendered.stops)
+        reader = rendered.reader()
         shape = ReplyShape(
             model=self._model_name,
             include_usage=asked.include_usage,
             include_memory=asked.include_memory,
         )
-        generation = self._worker.submit(
-            prompt, GenerateParams(sampling=asked.sampling, max_tokens=asked.max_tokens)
-        )
+        generation = self._worker.submit(prompt, rendered.params())
         if asked.stream:
-            return EventStream(generation, await first_event(generation), shape, stops)
+            return EventStream(generation, await first_event(generation), shape, reader)
         async with generation, cancel_on_disconnect(request, generation):
-            text, done = await read_whole(generation, stops)
-        return JSONResponse(shape.whole(text, done))
+            reply = await read_whole(generation, reader)
+        return JSONResponse(shape.whole(reply, reader))
 
 
 async def _read_json(request: Request) -> Any:

@@ -3,13 +3,16 @@
 import json
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvmem.chat.reply import CallDelta, Delta, ReplyMessage, ReplyReader
 from kvmem.engine.events import Done
+from kvmem.engine.logprobs import TokenLogprob, TokenLogprobs
 from kvmem.engine.stats import RequestStats
 
-__all__ = ["COMMENT", "END", "ReplyShape", "encode", "timings_of", "usage_of"]
+__all__ = ["COMMENT", "END", "Reply", "ReplyShape", "encode", "timings_of", "usage_of"]
 
 COMMENT = b":\n\n"
 END = b"data: [DONE]\n\n"
@@ -21,13 +24,14 @@ def encode(body: dict[str, Any]) -> bytes:
     return b"data: " + text.encode() + b"\n\n"
 
 
-def usage_of(stats: RequestStats) -> dict[str, Any]:
+def usage_of(stats: RequestStats, *, reasoning_tokens: int = 0) -> dict[str, Any]:
     """Token counts, in OpenAI's spelling and in DeepSeek's."""
     return {
         "prompt_tokens": stats.prompt_tokens,
         "completion_tokens": stats.completion_tokens,
         "total_tokens": stats.prompt_tokens + stats.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "prompt_cache_hit_tokens": stats.cached_tokens,
         "prompt_cache_miss_tokens": stats.prompt_tokens - stats.cached_tokens,
     }
@@ -50,6 +54,15 @@ def timings_of(stats: RequestStats) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole reply, as it was read."""
+
+    message: ReplyMessage
+    logprobs: Sequence[TokenLogprobs]
+    done: Done
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyShape:
     """What all parts of one reply have in common.
@@ -63,34 +76,54 @@ class ReplyShape:
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, text: str, done: Done) -> dict[str, Any]:
+    def whole(self, reply: Reply, reader: ReplyReader) -> dict[str, Any]:
         """The reply of a request without `stream`."""
-        message = {"role": "assistant", "content": text}
-        choice = {"index": 0, "message": message, "finish_reason": done.reason}
+        done = reply.done
+        choice: dict[str, Any] = {
+            "index": 0,
+            "message": _message(reply.message),
+            "finish_reason": reader.finish_reason(done.reason),
+        }
+        if reply.logprobs:
+            choice["logprobs"] = _logprobs(reply.logprobs)
         return {
             **self._head("chat.completion"),
             "choices": [choice],
-            "usage": usage_of(done.stats),
-            **self._tail(done),
+            "usage": usage_of(done.stats, reasoning_tokens=reader.reasoning_tokens),
+            **self._tail(done, reader),
         }
 
     def role(self) -> dict[str, Any]:
         """The first chunk."""
         return self._chunk({"role": "assistant", "content": None}, None)
 
-    def content(self, text: str) -> dict[str, Any]:
-        return self._chunk({"content": text}, None)
+    def chunks(self, delta: Delta, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        """One chunk for each kind of thing that a delta has, and each call; logprobs with the
+        first.
+        """
+        fields: list[dict[str, Any]] = []
+        if delta.reasoning:
+            fields.append({"reasoning_content": delta.reasoning})
+        if delta.content:
+            fields.append({"content": delta.content})
+        fields += [{"tool_calls": [_call_delta(call)]} for call in delta.calls]
+        if logprobs and not fields:
+            fields.append({"content": ""})
+        chunks = [self._chunk(item, None) for item in fields]
+        if logprobs:
+            chunks[0]["choices"][0]["logprobs"] = _logprobs(logprobs)
+        return chunks
 
-    def last(self, done: Done) -> list[dict[str, Any]]:
+    def last(self, done: Done, reader: ReplyReader) -> list[dict[str, Any]]:
         """The chunk with the finish reason, and the one with usage if it was asked for."""
-        finish = self._chunk({}, done.reason)
+        finish = self._chunk({}, reader.finish_reason(done.reason))
         if not self.include_usage:
-            return [{**finish, **self._tail(done)}]
+            return [{**finish, **self._tail(done, reader)}]
         usage = {
             **self._head("chat.completion.chunk"),
             "choices": [],
-            "usage": usage_of(done.stats),
-            **self._tail(done),
+            "usage": usage_of(done.stats, reasoning_tokens=reader.reasoning_tokens),
+            **self._tail(done, reader),
         }
         return [finish, usage]
 
@@ -101,8 +134,47 @@ class ReplyShape:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _tail(self, done: Done) -> dict[str, Any]:
+    def _tail(self, done: Done, reader: ReplyReader) -> dict[str, Any]:
         tail: dict[str, Any] = {"timings": timings_of(done.stats)}
         if self.include_memory:
-            tail["kvmem"] = done.stats.memory.as_dict()
+            report = done.stats.memory.as_dict()
+            tail["kvmem"] = {**report, "notes": [*report["notes"], *reader.notes]}
         return tail
+
+
+def _message(message: ReplyMessage) -> dict[str, Any]:
+    """Content is null only beside calls; what there is none of is left out."""
+    fields: dict[str, Any] = {"role": "assistant", "content": message.content}
+    if message.reasoning:
+        fields["reasoning_content"] = message.reasoning
+    if message.calls:
+        fields["content"] = message.content or None
+        fields["tool_calls"] = [_call(call) for call in message.calls]
+    return fields
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _call_delta(call: CallDelta) -> dict[str, Any]:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, **_call(call)}
+
+
+def _logprobs(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    content = [
+        {**_logprob(item.chosen), "top_logprobs": [_logprob(entry) for entry in item.top]}
+        for item in logprobs
+    ]
+    return {"content": content}
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+    return {
+        "token": entry.piece.decode("utf-8", "replace"),
+        "logprob": entry.logprob,
+        "bytes": list(entry.piece),
+    }

@@ -48,6 +48,21 @@ class Generation:
             raise event
         return event
 
+    async def drain(self, timeout_s: float) -> list[Event]:
+        """All events that are there, after waiting for the first; empty if none comes in time.
+
+        Raises what the engine raised, once all before it were handed out.
+        """
+        first = await self.next(timeout_s)
+        events = [] if first is None else [first]
+        while events and not self._events.empty():
+            event = self._events.get_nowait()
+            if isinstance(event, BaseException):
+                self._events.put_nowait(event)
+                break
+            events.append(event)
+        return events
+
     def cancel(self) -> None:
         """Ask the engine to end this request; a Done follows, unless it never began."""
         self._cancel.set()

@@ -1,0 +1,200 @@
+"""What one chat template can do: where it takes system messages, how it writes calls, whether it
+thinks. Found out by rendering, once.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from kvmem.chat.fields import FieldError
+from kvmem.chat.messages import Message
+from kvmem.chat.request import ChatRequest
+from kvmem.chat.schema import find_unenforced
+from kvmem.errors import RequestError, UnsupportedContentError
+from kvmem.llama.grammar import check_grammar, schema_grammar
+from kvmem.llama.model import Model
+from kvmem.llama.template import ChatTemplate
+
+__all__ = ["TemplateFormat"]
+
+PROBE = "kvmem probe"
+TEXT_DEMANDS = ("enum", "const", "pattern", "minLength", "maxLength", "format")
+
+
+class TemplateFormat:
+    """The abilities of a template. Several threads may ask at a time."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+
+    @cached_property
+    def _info(self) -> dict[str, Any]:
+        return self._template.info()
+
+    @property
+    def can_think(self) -> bool:
+        thinks: bool = self._info["thinking"]
+        return thinks
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether it shows tools to the model."""
+        shows: bool = self._info["caps"]["supports_tools"]
+        return shows
+
+    def calls_in_parallel(self, request: ChatRequest) -> bool:
+        """Whether a reply may hold several calls: as asked, else as the template does."""
+        if request.parallel_tool_calls is not None:
+            return request.parallel_tool_calls
+        can: bool = self._info["caps"]["supports_parallel_tool_calls"]
+        return can
+
+    def check(self, request: ChatRequest, model: Model) -> list[str]:
+        """Whether all that is demanded can be enforced; notes about what is not demanded.
+
+        Raises:
+            FieldError, UnsupportedContentError: a demand that would be lost, by tool, path and
+                keyword.
+        """
+        if request.grammar is not None:
+            try:
+                check_grammar(model, request.grammar)
+            except RequestError as error:
+                raise FieldError("grammar", f"does not parse: {error}") from None
+        if request.schema is not None:
+            for fault in find_unenforced(request.schema, lambda text: check_grammar(model, text)):
+                raise FieldError("response_format", f"cannot be enforced: {fault}")
+        if request.tools and not self.has_tools:
+            raise UnsupportedContentError(
+                "tools are given, but this model's chat template has no place for them; start the "
+                "server with a --chat-template-file that has one, or leave them out"
+            )
+        return self._check_tools(request, model) if request.tool_choice.mode != "none" else []
+
+    def _check_tools(self, request: ChatRequest, model: Model) -> list[str]:
+        notes = []
+        for tool in request.tools:
+            where = f"{tool.path}.function.parameters"
+            faults = find_unenforced(tool.parameters, lambda text: check_grammar(model, text))
+            lost = [str(fault) for fault in faults] if tool.parameters else []
+            if not self._binds_texts:
+                lost += [
+                    f"{keyword} at #/properties/{name} is not enforced in this template's calls"
+                    for name, keyword in _bound_texts(tool.parameters)
+                ]
+            if lost and tool.is_strict:
+                raise FieldError(where, f"of the strict function {tool.name}: {lost[0]}")
+            notes += [f"{where} of {tool.name}: {text}" for text in lost]
+        return notes
+
+    @cached_property
+    def _binds_texts(self) -> bool:
+        """Whether a string argument is held to its schema; some templates write it without quotes,
+        and any text will do.
+        """
+        parameters = {"type": "object", "properties": {"text": {"enum": [PROBE]}}}
+        tool = {"type": "function", "function": {"name": "probe", "parameters": parameters}}
+        request = {"messages": [_user("x")], "tools": [tool], "tool_choice": "required"}
+        try:
+            grammar: str = self._template.render(request)["grammar"]
+        except RequestError:
+            return False
+        return PROBE in grammar
+
+    def place(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """The messages with instructions only where the template takes them.
+
+        Where it takes them in front alone, the first ones become one, and later ones are shown as
+        the user's. Each text stays where it was said, so that the next turn begins alike.
+        """
+        n_first = next((i for i, m in enumerate(messages) if not m.is_instruction), len(messages))
+        placed = list(messages)
+        if any(m.is_instruction for m in messages[n_first:]) and not self._takes_late_system:
+            placed = [
+                replace(m, shown_as="user") if m.is_instruction and i >= n_first else m
+                for i, m in enumerate(placed)
+            ]
+        if n_first > 1 and not self._takes_two_systems:
+            joined = "\n\n".join(m.text for m in placed[:n_first] if m.text)
+            placed[:n_first] = [replace(placed[0], parts=(joined,), is_list=False)]
+        return tuple(placed)
+
+    @cached_property
+    def _takes_late_system(self) -> bool:
+        return self._shows(
+            [_system(1), _user("2"), _assistant("3"), _system(4), _user("5")], (1, 4)
+        )
+
+    @cached_property
+    def _takes_two_systems(self) -> bool:
+        return self._shows([_system(1), _system(2), _user("3")], (1, 2))
+
+    def _shows(self, messages: list[dict[str, str]], numbers: tuple[int, int]) -> bool:
+        """Whether the template shows both instructions, once and in order."""
+        try:
+            text: str = self._template.render({"messages": messages})["prompt"]
+        except RequestError:
+            return False
+        first, second = (f"{PROBE} {number}" for number in numbers)
+        return text.count(first) == text.count(second) == 1 and text.index(first) < text.index(
+            second
+        )
+
+    def blame(
+        self, request: ChatRequest, fields: dict[str, Any], error: RequestError
+    ) -> RequestError:
+        """The error with the tool or the message that it is about, where one can be found."""
+        for tool in request.tools:
+            try:
+                schema_grammar(tool.parameters or {"type": "object"})
+            except RequestError as fault:
+                where = f"{tool.path}.function.parameters"
+                return FieldError(where, f"of {tool.name} cannot be used: {fault}")
+        reason = _reason(error)
+        if request.continues:
+            return FieldError("messages", f"cannot be continued: {reason}")
+        shown: Sequence[dict[str, Any]] = fields["messages"]
+        for n in range(1, len(shown) + 1):
+            try:
+                self._template.render({**fields, "messages": shown[:n]})
+            except RequestError as fault:
+                if _reason(fault) == reason:
+                    message = request.messages[n - 1]
+                    return FieldError(
+                        message.path, f"({message.role}) is refused by the chat template: {reason}"
+                    )
+        return FieldError("messages", f"are refused by the chat template: {reason}")
+
+
+def _reason(error: RequestError) -> str:
+    """The template's own words, without the place in its source."""
+    text = str(error).removeprefix("the chat template refuses the messages: ").strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    raised = next((line for line in lines if "Jinja Exception: " in line), None)
+    return raised.partition("Jinja Exception: ")[2] if raised else text
+
+
+def _bound_texts(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Demands on the text of top-level properties: (name, keyword)."""
+    for name, inner in (schema.get("properties") or {}).items():
+        for keyword in TEXT_DEMANDS if isinstance(inner, dict) else ():
+            value = inner.get(keyword)
+            values = value if keyword == "enum" and isinstance(value, list) else [value]
+            is_bound = value is not None
+            if keyword in ("enum", "const"):
+                is_bound = any(isinstance(item, str) for item in values)
+            if is_bound:
+                yield name, keyword
+
+
+def _system(number: int) -> dict[str, str]:
+    return {"role": "system", "content": f"{PROBE} {number}"}
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}

@@ -1,0 +1,207 @@
+"""Tokens of a reply to what a client sees of it: thinking, content and tool calls, piece by piece.
+
+One reader serves streams and whole replies: a whole reply is its pieces joined.
+"""
+
+import secrets
+import string
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvmem.chat.stream import ReplyText
+from kvmem.engine.events import StopReason, TokenEvent
+
+__all__ = ["CallDelta", "Delta", "PlainParser", "ReplyMessage", "ReplyReader", "ThinkingTags"]
+
+# Some templates refuse an id of another length; 62 ** 9 are enough.
+ID_LENGTH = 9
+ID_LETTERS = string.ascii_letters + string.digits
+
+
+class Parser(Protocol):
+    """llama.reply_parser.ReplyParser, as far as it is used here."""
+
+    def feed(self, text: str) -> dict[str, Any]: ...
+    def finish(self, *, is_cut: bool = False) -> dict[str, Any]: ...
+
+
+class PlainParser:
+    """For a prompt without a template: all is content."""
+
+    def feed(self, text: str) -> dict[str, Any]:
+        return {"content": text} if text else {}
+
+    def finish(self, *, is_cut: bool = False) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallDelta:
+    """A piece of a tool call. id and name come once, with the first piece of the call."""
+
+    index: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What some tokens add to a reply. False where that is nothing."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.calls)
+
+
+@dataclass(slots=True)
+class ReplyMessage:
+    """Deltas joined, as a client joins them."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> None:
+        self.reasoning += delta.reasoning
+        self.content += delta.content
+        for call in delta.calls:
+            if call.name is not None:
+                self.calls.append(call)
+            else:
+                begun = self.calls[call.index]
+                self.calls[call.index] = CallDelta(
+                    index=call.index,
+                    arguments=begun.arguments + call.arguments,
+                    id=begun.id,
+                    name=begun.name,
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingTags:
+    """How the template marks thinking. is_open: it has opened it in the prompt already."""
+
+    start: str = ""
+    ends: tuple[str, ...] = ()
+    is_open: bool = False
+
+
+class ReplyReader:
+    """Reads one reply.
+
+    stops: texts that end it. preserved: bytes of control tokens whose text belongs to the format.
+    used_ids: ids of earlier calls, which no new call may have.
+
+    is_stopped: a stop text has come; the reply is to be ended.
+    reasoning_tokens: tokens up to the end of thinking.
+    notes: what a reader of the reply should know.
+    """
+
+    def __init__(
+        self,
+        parser: Parser,
+        *,
+        stops: Sequence[str] = (),
+        preserved: Mapping[int, bytes] | None = None,
+        used_ids: Collection[str] = (),
+        thinking: ThinkingTags | None = None,
+    ) -> None:
+        self._parser = parser
+        self._text = ReplyText(stops)
+        self._preserved = preserved or {}
+        self._used_ids = set(used_ids)
+        self._thinking = _ThinkingCounter(thinking or ThinkingTags())
+        self._n_calls = 0
+        self._is_finished = False
+        self.notes: list[str] = []
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._text.is_stopped
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._thinking.n_tokens
+
+    def feed(self, events: Sequence[TokenEvent]) -> Delta:
+        """What these tokens add; nothing after a stop text."""
+        text = ""
+        for event in events:
+            if self.is_stopped:
+                break
+            piece = self._text.feed(self._preserved.get(event.token, event.piece))
+            self._thinking.feed(piece)
+            text += piece
+        return self._delta(self._parser.feed(text)) if text else Delta()
+
+    def finish(self, reason: StopReason) -> Delta:
+        """The rest, once no token follows. A second call adds nothing."""
+        if self._is_finished:
+            return Delta()
+        self._is_finished = True
+        rest = self._text.finish()
+        before = self._delta(self._parser.feed(rest)) if rest else Delta()
+        after = self._delta(self._parser.finish(is_cut=self.is_stopped or reason != "stop"))
+        return Delta(
+            reasoning=before.reasoning + after.reasoning,
+            content=before.content + after.content,
+            calls=before.calls + after.calls,
+        )
+
+    def finish_reason(self, reason: StopReason) -> str:
+        """OpenAI's word for the end."""
+        if self.is_stopped:
+            return "stop"
+        return "tool_calls" if reason == "stop" and self._n_calls else reason
+
+    def _delta(self, parts: dict[str, Any]) -> Delta:
+        self.notes += parts.get("notes", ())
+        calls = tuple(self._call(call) for call in parts.get("calls", ()))
+        return Delta(
+            reasoning=parts.get("reasoning", ""), content=parts.get("content", ""), calls=calls
+        )
+
+    def _call(self, call: dict[str, Any]) -> CallDelta:
+        name = call.get("name")
+        if name is None:
+            return CallDelta(index=call["index"], arguments=call["arguments"])
+        self._n_calls += 1
+        return CallDelta(
+            index=call["index"], arguments=call["arguments"], id=self._new_id(call["id"]), name=name
+        )
+
+    def _new_id(self, wanted: str) -> str:
+        """The model's own id where it gives one that is new."""
+        while not wanted or wanted in self._used_ids:
+            wanted = "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
+        self._used_ids.add(wanted)
+        return wanted
+
+
+class _ThinkingCounter:
+    """Counts the tokens of the thinking that a reply begins with, its tags included."""
+
+    def __init__(self, tags: ThinkingTags) -> None:
+        self._tags = tags
+        self._seen = ""
+        self._is_over = not tags.ends
+        self._is_open = tags.is_open
+        self.n_tokens = 0
+
+    def feed(self, text: str) -> None:
+        if self._is_over:
+            return
+        self._seen += text
+        if not self._is_open:
+            begun = self._seen.lstrip()
+            self._is_open = bool(self._tags.start) and begun.startswith(self._tags.start)
+            if not self._is_open and not self._tags.start.startswith(begun):
+                self._is_over, self.n_tokens = True, 0
+                return
+        self.n_tokens += 1
+        self._is_over = any(end in self._seen for end in self._tags.ends)

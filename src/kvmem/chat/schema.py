@@ -1,0 +1,275 @@
+"""JSON schemas: which demands a grammar can enforce, and which one it cannot.
+
+llama.cpp turns a schema into a grammar and leaves out, without a word, what has no grammar. Here
+each demand is looked at alone, so that one which would be lost can be named.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from kvmem.errors import RequestError
+from kvmem.llama.grammar import schema_grammar
+
+__all__ = ["Unenforced", "find_unenforced"]
+
+# says nothing about which values are right
+ANNOTATIONS = frozenset(
+    {
+        "$schema", "$id", "$anchor", "$comment", "$defs", "$vocabulary", "definitions", "title",
+        "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly",
+        "contentMediaType", "contentEncoding", "strict", "name", "nullable", "discriminator", "xml",
+        "externalDocs",
+    }
+)  # fmt: skip
+FORMATS = frozenset({"date", "time", "date-time", "uuid", *(f"uuid{n}" for n in range(1, 6))})
+
+# keyword -> the type whose grammar has it
+TYPED: Mapping[str, str] = {
+    "properties": "object",
+    "required": "object",
+    "additionalProperties": "object",
+    "items": "array",
+    "prefixItems": "array",
+    "minItems": "array",
+    "maxItems": "array",
+    "pattern": "string",
+    "format": "string",
+    "minLength": "string",
+    "maxLength": "string",
+    "minimum": "integer",
+    "maximum": "integer",
+    "exclusiveMinimum": "integer",
+    "exclusiveMaximum": "integer",
+}
+ALTERNATIVES = ("oneOf", "anyOf", "allOf")
+# what the presence of a keyword makes llama.cpp forget about the rest of its schema
+DECIDING = ("$ref", "oneOf", "anyOf", "const", "enum")
+
+Check = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Unenforced:
+    """A demand that no grammar can hold a model to. path: of the schema, as `#/properties/a`."""
+
+    path: str
+    keyword: str
+    reason: str = "has no grammar"
+
+    def __str__(self) -> str:
+        return f"{self.keyword} at {self.path} {self.reason}"
+
+
+def find_unenforced(schema: Mapping[str, Any], check: Check | None = None) -> Iterator[Unenforced]:
+    """The demands of a schema that its grammar would lack.
+
+    check: raises RequestError for a grammar that does not parse.
+    """
+    yield from _Walk(schema, check or (lambda grammar: None)).visit(schema, "#")
+
+
+class _Walk:
+    def __init__(self, root: Mapping[str, Any], check: Check) -> None:
+        self._root = root
+        self._check = check
+        self._followed: set[str] = set()
+
+    def visit(self, schema: object, path: str) -> Iterator[Unenforced]:
+        if isinstance(schema, bool) or not isinstance(schema, Mapping):
+            if schema is not True:
+                yield Unenforced(path, "the schema", "must be an object")
+            return
+        demands = [k for k, v in schema.items() if k not in ANNOTATIONS and v is not None]
+        deciding = next((k for k in DECIDING if k in demands), None)
+        if deciding is not None:
+            yield from self._visit_deciding(schema, deciding, demands, path)
+            return
+        kind = schema.get("type")
+        kinds = kind if isinstance(kind, list) else [kind or _implied_type(schema)]
+        for keyword in demands:
+            if keyword == "type":
+                continue
+            yield from self._visit_keyword(schema, keyword, kinds, path)
+        if "type" in demands:
+            yield from self._try({"type": kind}, path, "type")
+
+    def _visit_deciding(
+        self, schema: Mapping[str, Any], deciding: str, demands: list[str], path: str
+    ) -> Iterator[Unenforced]:
+        """A keyword that decides alone; what stands beside it is lost, unless it says the same."""
+        value = schema[deciding]
+        for keyword in demands:
+            if keyword != deciding and not self._is_implied(schema, keyword, deciding):
+                yield Unenforced(f"{path}", keyword, f"is lost beside {deciding}")
+        if deciding == "$ref":
+            yield from self._follow(value, path)
+        elif deciding in ALTERNATIVES:
+            yield from self._visit_alternatives(value, f"{path}/{deciding}")
+        else:
+            yield from self._try({deciding: value}, path, deciding)
+
+    def _is_implied(self, schema: Mapping[str, Any], keyword: str, deciding: str) -> bool:
+        """A type beside values of that type says nothing new, nor does one beside alternatives
+        that all have it.
+        """
+        if keyword != "type":
+            return False
+        kinds = schema["type"]
+        kinds = {kinds} if isinstance(kinds, str) else set(kinds)
+        if deciding == "const":
+            return _type_of(schema["const"]) <= kinds
+        if deciding == "enum" and isinstance(schema["enum"], list):
+            return all(_type_of(value) & kinds for value in schema["enum"])
+        if deciding in ALTERNATIVES and isinstance(schema[deciding], list):
+            return all(
+                isinstance(item, Mapping) and item.get("type") in kinds for item in schema[deciding]
+            )
+        return False
+
+    def _visit_keyword(
+        self, schema: Mapping[str, Any], keyword: str, kinds: Sequence[Any], path: str
+    ) -> Iterator[Unenforced]:
+        value = schema[keyword]
+        if keyword == "allOf":
+            yield from self._visit_alternatives(value, f"{path}/allOf")
+            if any(k in schema for k in ("properties", "additionalProperties", "items")):
+                yield Unenforced(path, "allOf", "is lost beside the properties")
+            return
+        if keyword == "propertyNames" and value == {"type": "string"}:
+            return  # all names are
+        kind = TYPED.get(keyword)
+        if kind is None:
+            yield Unenforced(path, keyword)
+            return
+        if kind not in kinds:
+            if schema.get("type") is None:
+                yield Unenforced(path, keyword, "is lost without a type")
+            elif kind == "integer" and "number" in kinds:
+                yield Unenforced(path, keyword, "has no grammar for a number that is no integer")
+            return  # it speaks of values that the type rules out
+        yield from self._visit_typed(schema, keyword, value, kind, path)
+
+    def _visit_typed(
+        self, schema: Mapping[str, Any], keyword: str, value: Any, kind: str, path: str
+    ) -> Iterator[Unenforced]:
+        if keyword == "properties" and isinstance(value, Mapping):
+            for name, inner in value.items():
+                yield from self.visit(inner, f"{path}/properties/{name}")
+        elif keyword == "required":
+            known = schema.get("properties")
+            known = known if isinstance(known, Mapping) else {}
+            for name in value if isinstance(value, list) else ():
+                if name not in known:
+                    yield Unenforced(path, "required", f"names {name!r}, which properties lacks")
+        elif keyword == "additionalProperties" and isinstance(value, Mapping):
+            yield from self.visit(value, f"{path}/additionalProperties")
+        elif keyword in ("items", "prefixItems"):
+            yield from self._visit_items(schema, keyword, value, path)
+        elif keyword == "format":
+            if value not in FORMATS:
+                yield Unenforced(path, keyword, f"{value!r} has no grammar")
+        elif keyword == "pattern":
+            yield from self._try_pattern(value, path)
+        else:
+            yield from self._try({"type": kind, keyword: value}, path, keyword)
+        if kind == "string" and keyword != "pattern" and "pattern" in schema:
+            yield Unenforced(path, keyword, "is lost beside pattern")
+        elif keyword in ("minLength", "maxLength") and schema.get("format") in FORMATS:
+            yield Unenforced(path, keyword, "is lost beside format")
+        for weak, strong in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+            if keyword == weak and strong in schema:
+                yield Unenforced(path, keyword, f"is lost beside {strong}")
+
+    def _visit_items(
+        self, schema: Mapping[str, Any], keyword: str, value: Any, path: str
+    ) -> Iterator[Unenforced]:
+        if keyword == "prefixItems" and "items" in schema:
+            yield Unenforced(path, keyword, "is lost beside items")
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                yield from self.visit(item, f"{path}/{keyword}/{index}")
+            for bound in ("minItems", "maxItems"):
+                if bound in schema and schema[bound] != len(value):
+                    yield Unenforced(path, bound, f"is lost beside a list of {keyword}")
+        else:
+            yield from self.visit(value, f"{path}/{keyword}")
+
+    def _visit_alternatives(self, value: Any, path: str) -> Iterator[Unenforced]:
+        if not isinstance(value, list) or not value:
+            yield Unenforced(path, path.rpartition("/")[2], "must be a list of schemas")
+            return
+        for index, item in enumerate(value):
+            yield from self.visit(item, f"{path}/{index}")
+
+    def _follow(self, ref: Any, path: str) -> Iterator[Unenforced]:
+        if not isinstance(ref, str) or not ref.startswith("#/"):
+            yield Unenforced(path, "$ref", "must point into the same schema, as #/$defs/name")
+            return
+        if ref in self._followed:
+            return
+        self._followed.add(ref)
+        target: Any = self._root
+        for step in ref.split("/")[1:]:
+            if isinstance(target, Mapping) and step in target:
+                target = target[step]
+            elif isinstance(target, list) and step.isdigit() and int(step) < len(target):
+                target = target[int(step)]
+            else:
+                yield Unenforced(path, "$ref", f"points to {ref}, which is not there")
+                return
+        yield from self.visit(target, ref)
+
+    def _try_pattern(self, value: Any, path: str) -> Iterator[Unenforced]:
+        faults = list(self._try({"type": "string", "pattern": value}, path, "pattern"))
+        yield from faults
+        # an unsupported pattern becomes any string
+        if not faults and _grammar({"type": "string", "pattern": value}) == _grammar(
+            {"type": "string"}
+        ):
+            yield Unenforced(path, "pattern", f"{value!r} has no grammar (anchor it with ^ and $)")
+
+    def _try(self, schema: dict[str, Any], path: str, keyword: str) -> Iterator[Unenforced]:
+        """Whether one demand alone makes a grammar that parses."""
+        try:
+            self._check(_grammar(schema))
+        except RequestError as error:
+            reason = str(error).splitlines()[-1]
+            yield Unenforced(path, keyword, f"cannot be enforced: {reason}")
+
+
+def _implied_type(schema: Mapping[str, Any]) -> str | None:
+    """What llama.cpp takes a schema without a type for."""
+    if "properties" in schema or schema.get("additionalProperties", True) is not True:
+        return "object"
+    if "items" in schema or "prefixItems" in schema:
+        return "array"
+    if any(k in schema for k in ("pattern", "minLength", "maxLength")):
+        return "string"
+    return "string" if schema.get("format") in FORMATS else None
+
+
+def _grammar(schema: dict[str, Any]) -> str:
+    return _cached_grammar(json.dumps(schema))
+
+
+@lru_cache(maxsize=512)
+def _cached_grammar(schema: str) -> str:
+    return schema_grammar(json.loads(schema))
+
+
+def _type_of(value: object) -> set[str]:
+    """The JSON types that a value is of."""
+    if value is None:
+        return {"null"}
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int):
+        return {"integer", "number"}
+    if isinstance(value, float):
+        return {"number"}
+    if isinstance(value, str):
+        return {"string"}
+    return {"array"} if isinstance(value, list) else {"object"}

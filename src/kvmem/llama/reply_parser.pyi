@@ -1,0 +1,19 @@
+from collections.abc import Mapping
+from typing import Any, Self, final
+
+from kvmem.llama.model import Model
+from kvmem.llama.template import ChatTemplate
+
+__all__ = ["ReplyParser"]
+
+@final
+class ReplyParser:
+    rendered: dict[str, Any]
+    def __init__(
+        self, template: ChatTemplate, model: Model, request: Mapping[str, Any]
+    ) -> None: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exc: object) -> None: ...
+    def feed(self, text: str) -> dict[str, Any]: ...
+    def finish(self, *, is_cut: bool = False) -> dict[str, Any]: ...
