@@ -11,7 +11,8 @@ import pytest
 from handset import write_handset
 from tiny import KINDS, make_writer
 
-from kvmem.bench.demo_model import SMOLLM2, cache_folder
+from kvmem.bench.demo_model import SMOLLM2
+from kvmem.paths import cache_folder
 
 TinyWriter = Callable[..., Path]
 

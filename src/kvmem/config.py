@@ -147,6 +147,8 @@ class MemoryConfig:
     sink_tokens: always visible head of the history, floored to blocks; 0 for one block.
     recent_tokens: always visible newest part; None for 128, less where the budget is small.
     host_limit_bytes: limit of the host store, allocated as it fills; None for half of the free RAM.
+    calibration: "auto" uses the pairs that `kvmem calibrate` found for this model and KV types, if
+        it was run; "off" does not; else the path of such a file, which must hold.
     query_replay: "auto" reads a question again only where it saw other blocks than those that were
         chosen for it; "legacy" always.
     query_policy: "user" asks with the last user message, and keeps its Q for what follows below it;
@@ -163,6 +165,7 @@ class MemoryConfig:
     recent_tokens: int | None = None
     host_limit_bytes: int | None = None
     scorer: Scorer = "fused"
+    calibration: str = "auto"
     query_replay: QueryReplay = "auto"
     query_policy: QueryPolicy = "user"
     type_k: KvType = "q8_0"

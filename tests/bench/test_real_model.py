@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvmem.bench.demo import DemoSpec, run_demo
-from kvmem.bench.demo_model import SMOLLM2, cache_folder
+from kvmem.bench.demo_model import SMOLLM2
 from kvmem.bench.generators.harbor import Harbor
 from kvmem.bench.history import EngineHistory
 from kvmem.bench.quality import Policy, Record, measure
@@ -13,6 +13,7 @@ from kvmem.bench.recall import RecallSpec
 from kvmem.bench.summary import gates, summarise
 from kvmem.bench.workload import Prompt, WorkloadSpec, make_prompts
 from kvmem.engine.engine import Engine
+from kvmem.paths import cache_folder
 
 pytestmark = pytest.mark.slow
 

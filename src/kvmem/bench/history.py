@@ -16,6 +16,7 @@ from kvmem.engine.retrieve import choose
 from kvmem.engine.session import Session
 from kvmem.kv.query import MAX_ROWS, Query, pick_evenly
 from kvmem.kv.scorers import Scores
+from kvmem.kv.summary import KeySummaries
 
 __all__ = [
     "Answerer",
@@ -104,6 +105,7 @@ class EngineHistory:
         self._session = session
         self._memory: TieredMemory = session.tiered
         self._memory.seal()
+        self._memory.save_checkpoint()  # a hybrid comes back to here after each question
 
     @classmethod
     def read(cls, engine: Engine, tokens: Sequence[int]) -> Self:
@@ -119,6 +121,20 @@ class EngineHistory:
     @property
     def n_blocks(self) -> int:
         return self._memory.n_blocks_of(self._memory.n_tokens)
+
+    def summaries(self, *, slice_tokens: int) -> KeySummaries:
+        """Summaries of all pairs in other slices, made from the stored keys."""
+        return self._memory.summarise(self._memory.layout.pairs(), slice_tokens)
+
+    def fixed_blocks(self, question: Question) -> I32:
+        """What is visible whatever scores: sink, newest, the open block."""
+        memory = self._memory
+        n_blocks = memory.n_blocks_of(memory.n_tokens + question.content.start)
+        recent = np.arange(max(0, n_blocks - memory.sizes.n_recent_blocks), n_blocks)
+        newest = np.array([self.n_blocks - 1, n_blocks - 1])
+        sink = np.arange(memory.sizes.n_sink_blocks)
+        fixed: I32 = np.unique(np.concatenate([sink, recent, newest])).astype(np.int32)
+        return fixed[fixed < self.n_blocks]
 
     def restrict(self, selection: I32 | None) -> None:
         if selection is None:

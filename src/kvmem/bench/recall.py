@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvmem.bench.generators.base import Generator
-from kvmem.bench.generators.harbor import Harbor
-from kvmem.bench.generators.office import Office
+from kvmem.bench.generators.catalogue import GENERATORS
 from kvmem.bench.history import EngineHistory, StockHistory
 from kvmem.bench.quality import POLICIES, Policy, Record, measure
 from kvmem.bench.workload import WorkloadSpec, make_prompts
@@ -17,7 +15,6 @@ from kvmem.errors import ConfigError
 
 Report = Callable[[str, int, int], None]
 
-GENERATORS: Final[dict[str, Callable[[], Generator]]] = {"harbor": Harbor, "office": Office}
 ANSWER_TOKENS: Final = 512
 """Room for a question and its answer behind the history."""
 

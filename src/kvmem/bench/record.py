@@ -11,14 +11,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["environment", "json_line", "write_jsonl"]
+__all__ = ["environment", "json_line", "version", "write_jsonl"]
 
 
 def environment(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Machine, versions, commit, model and settings of a run."""
     return {
         "record": "environment",
-        "kvmem": _version(),
+        "kvmem": version(),
         "commit": _commit(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
@@ -55,7 +55,8 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _version() -> str:
+def version() -> str:
+    """Of kvmem."""
     try:
         return metadata.version("kvmem")
     except metadata.PackageNotFoundError:

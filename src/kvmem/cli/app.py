@@ -8,6 +8,7 @@ import typer
 
 from kvmem.cli import faults
 from kvmem.cli.bench import bench
+from kvmem.cli.calibrate import calibrate_model
 from kvmem.cli.demo import demo
 from kvmem.cli.demo_model import demo_model
 from kvmem.cli.plan import plan
@@ -18,7 +19,7 @@ from kvmem.errors import Cancelled, KvmemError
 __all__ = ["app", "execute"]
 
 INTERRUPTED = 130
-OURS = ("serve", "run", "plan")  # commands that take settings from variables
+OURS = ("serve", "run", "plan", "calibrate")  # commands that take settings from variables
 
 app = typer.Typer(
     name="kvmem",
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(run)
 app.command()(plan)
+app.command("calibrate")(calibrate_model)
 app.command()(demo)
 app.command("demo-model")(demo_model)
 app.add_typer(bench, name="bench")

@@ -137,6 +137,12 @@ class EngineOptions:
         _flag("--kvmem-scorer", env="KVMEM_SCORER", panel=MEMORY_PANEL,
               help="How blocks are ranked for a question."),
     ] = "fused"  # fmt: skip
+    calibration: Annotated[
+        str,
+        _flag("--kvmem-calibration", env="KVMEM_CALIBRATION", panel=MEMORY_PANEL,
+              help="Which attention heads score: auto for what kvmem calibrate found for this "
+              "model, off for all of them, or a file that it wrote."),
+    ] = "auto"  # fmt: skip
     query_replay: Annotated[
         QueryReplay,
         _flag("--kvmem-query-replay", env="KVMEM_QUERY_REPLAY", panel=MEMORY_PANEL,
@@ -209,6 +215,7 @@ class EngineOptions:
                 recent_tokens=self.recent,
                 host_limit_bytes=int(self.host_gb * GIB) if self.host_gb else None,
                 scorer=self.scorer,
+                calibration=self.calibration,
                 query_replay=self.query_replay,
                 query_policy=self.query_policy,
                 type_k=self.type_k or self.kv_dtype,
@@ -407,13 +414,13 @@ class ServerOptions:
         )
 
 
-def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(*groups: type) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Put the options of these dataclasses in front of a command's own.
 
     The command gets one filled object a class, in this order, and its own options by name.
     """
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+    def decorate(command: Callable[..., object]) -> Callable[..., object]:
         hints = get_type_hints(command, include_extras=True)
         own = [
             parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
@@ -422,9 +429,9 @@ def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]
         ]
         shared = [_parameter(group, name) for group in groups for name in _names(group)]
 
-        def run(**values: Any) -> None:
+        def run(**values: Any) -> object:
             objects = [group(**{n: values.pop(n) for n in _names(group)}) for group in groups]
-            command(*objects, **values)
+            return command(*objects, **values)
 
         run.__name__ = command.__name__
         run.__doc__ = command.__doc__

@@ -9,6 +9,7 @@ from typer import Option
 from kvmem.cli import logs, show
 from kvmem.cli.options import EngineOptions, takes
 from kvmem.config import EngineConfig, MemoryFacts, PoolSizes
+from kvmem.engine.calibration import Found, find
 from kvmem.engine.checkpoint import MAX_CHECKPOINTS
 from kvmem.engine.engine import Engine
 from kvmem.engine.facts import memory_facts
@@ -28,6 +29,7 @@ class Plan:
     all_checkpoint_bytes: those that are kept, and the one that is written before another goes.
     n_history_tokens: largest history that the host limit and the workspace hold.
     n_easy_tokens: the largest beside all checkpoints; beyond it they give way to blocks.
+    calibration: the pairs that score, and where they are from.
     """
 
     config: EngineConfig
@@ -36,6 +38,7 @@ class Plan:
     checkpoint_bytes: int
     facts: MemoryFacts
     sizes: PoolSizes
+    calibration: Found
 
     @property
     def pool_bytes(self) -> int:
@@ -52,6 +55,12 @@ class Plan:
     @property
     def n_easy_tokens(self) -> int:
         return self._tokens_in(max(0, self.sizes.host_limit_bytes - self.all_checkpoint_bytes))
+
+    @property
+    def _pairs(self) -> list[tuple[int, int]]:
+        """(layer, KV head) of those that score; none without calibration, when all do."""
+        found = self.calibration.calibration
+        return [] if found is None else list(found.pairs)
 
     def _tokens_in(self, n_bytes: int) -> int:
         return min(self.sizes.workspace_tokens, n_bytes // self.facts.host_bytes_per_token)
@@ -81,6 +90,9 @@ class Plan:
             "host_limit_bytes": sizes.host_limit_bytes,
             "history_tokens": self.n_history_tokens,
             "history_tokens_beside_checkpoints": self.n_easy_tokens,
+            "scorer": self.config.memory.scorer,
+            "calibration": self.calibration.source,
+            "calibrated_pairs": self._pairs,
             "free_device_bytes": self.facts.free_device_bytes,
             "free_host_bytes": self.facts.free_host_bytes,
             "sources": dict(sizes.sources),
@@ -105,7 +117,8 @@ def make_plan(config: EngineConfig) -> Plan:
     Raises ModelError and ConfigError as a start would.
     """
     with Model(config.model.path, n_gpu_layers=0, use_mmap=True) as model:
-        facts = memory_facts(model, config)
+        calibration = find(config)
+        facts = memory_facts(model, config, calibration.calibration)
         if not facts.shared:  # the weights are not on the device now
             free = max(0, facts.free_device_bytes - model.size_bytes)
             facts = replace(facts, free_device_bytes=free)
@@ -116,6 +129,7 @@ def make_plan(config: EngineConfig) -> Plan:
             checkpoint_bytes=_checkpoint_bytes(model, config),
             facts=facts,
             sizes=config.memory.resolve(facts),
+            calibration=calibration,
         )
 
 
@@ -146,6 +160,7 @@ def plan_of(engine: Engine) -> Plan:
         checkpoint_bytes=state,
         facts=engine.facts,
         sizes=engine.sizes,
+        calibration=engine.calibration,
     )
 
 
@@ -184,6 +199,8 @@ def render_plan(made: Plan) -> str:
     add("device pool", sizes.pool_tokens, made.pool_bytes, f"budget + reserve, K/V {kinds}")
     add("host store limit", None, sizes.host_limit_bytes, sources["host_limit_bytes"])
     add("  a token in it", 1, facts.host_bytes_per_token, "K, V, summaries, tables")
+    add("scorer", None, None, made.config.memory.scorer)
+    add("  calibration", None, None, made.calibration.source)
     state = made.checkpoint_bytes
     why = "the recurrent state" if state else "none: this model has attention layers only"
     add("  a checkpoint in it", None, state, why)

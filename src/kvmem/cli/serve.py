@@ -9,9 +9,11 @@ import uvicorn
 from typer import Option
 
 from kvmem.cli import logs
+from kvmem.cli.calibrate import calibrate_missing
 from kvmem.cli.options import EngineOptions, SamplingOptions, ServerOptions, takes
 from kvmem.cli.plan import plan_of, render_plan
 from kvmem.config import ServerConfig
+from kvmem.engine.calibration import find
 from kvmem.errors import ConfigError
 from kvmem.server.app import create_app
 from kvmem.server.backend import Backend, EngineBackend
@@ -27,6 +29,13 @@ def serve(
     options: EngineOptions,
     sampling: SamplingOptions,
     server: ServerOptions,
+    calibrate: Annotated[
+        bool,
+        Option(
+            "--kvmem-calibrate",
+            help="Calibrate first where nothing is found for this model; minutes on a CPU.",
+        ),
+    ] = False,
     verbose: Annotated[bool, Option("-v", "--verbose", help="Log each request.")] = False,
 ) -> None:
     """Serve OpenAI's chat completions over HTTP until interrupted."""
@@ -34,6 +43,8 @@ def serve(
     config = options.config()
     where = server.config(config.model.path)
     defaults = sampling.defaults()
+    if calibrate and find(config).calibration is None:
+        calibrate_missing(config)
     failures: list[BaseException] = []
     with _listen(where) as listener:
         url = f"http://{_host_for_url(where.host)}:{listener.getsockname()[1]}"

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from kvmem.config import EngineConfig, MemoryConfig, MemoryFacts, ModelConfig, PoolSizes
+from kvmem.engine.calibration import Found, find
 from kvmem.engine.facts import memory_facts
 from kvmem.engine.memory import Memory, PlainMemory, TieredMemory, slack_blocks
 from kvmem.engine.session import Session
@@ -51,7 +52,8 @@ class Engine:
         )
         try:
             self.vocab = Vocab(self.model)
-            self.facts: MemoryFacts = memory_facts(self.model, config)
+            self.calibration: Found = find(config)
+            self.facts: MemoryFacts = memory_facts(self.model, config, self.calibration.calibration)
             self.sizes: PoolSizes = config.memory.resolve(self.facts)
             self._memory = self._make_memory(config, config.memory)
         except BaseException:
@@ -85,7 +87,9 @@ class Engine:
             n_threads_batch=config.model.threads_batch,
         )
         try:
-            return TieredMemory(context, sizes, memory) if memory.enabled else PlainMemory(context)
+            if not memory.enabled:
+                return PlainMemory(context)
+            return TieredMemory(context, sizes, memory, self.calibration.calibration)
         except BaseException:
             context.close()
             raise
@@ -95,6 +99,14 @@ class Engine:
         if self._memory is None:
             raise StateError("the engine is closed")
         return self._memory
+
+    @property
+    def tiered(self) -> TieredMemory:
+        """The memory, where it is tiered. Raises StateError with --no-kvmem."""
+        memory = self.memory
+        if isinstance(memory, PlainMemory):
+            raise StateError("KV memory is off")
+        return memory
 
     @property
     def n_ctx(self) -> int:
@@ -111,6 +123,17 @@ class Engine:
             self._session.close()
         self._session = Session(memory, self.vocab, self.n_ctx, self._turns)
         return self._session
+
+    def use_calibration(self, found: Found) -> None:
+        """Score with other pairs from now on.
+
+        The summaries of what was read are made anew from the stored keys; nothing is read again.
+        Raises ConfigError: the calibration is for another model. CapacityError: the host limit has
+        no room for both sets of summaries; the old ones stay in use.
+        """
+        with self._turns.take():
+            self.tiered.use_calibration(found.calibration)
+            self.calibration = found
 
     def close(self) -> None:
         """Close the session, free the context and the model. A second call does nothing.

@@ -6,8 +6,8 @@ The model as it is loaded, and the machine as it is now.
 from pathlib import Path
 
 from kvmem.config import EngineConfig, MemoryConfig, MemoryFacts
+from kvmem.engine.calibration import Calibration, scoring
 from kvmem.kv.layout import KV_TYPES, KvLayout
-from kvmem.kv.scorers import UNCALIBRATED_SLICE_TOKENS
 from kvmem.llama import runtime
 from kvmem.llama.context import Context
 from kvmem.llama.memory import LlamaPort
@@ -39,16 +39,18 @@ def probe_layout(model: Model, memory: MemoryConfig) -> KvLayout:
         return layout
 
 
-def host_bytes_per_token(layout: KvLayout) -> int:
-    """Record, summaries and tables of one token, as the uncalibrated scorer needs them."""
+def host_bytes_per_token(layout: KvLayout, calibration: Calibration | None = None) -> int:
+    """Record, summaries and tables of one token, as scoring with these pairs needs them."""
+    used = scoring(layout, calibration)
     summaries = sum(
-        layer.n_head_kv * (layer.head_dim_k + 2) / UNCALIBRATED_SLICE_TOKENS
-        for layer in layout.layers
+        (layout.layers[pair.layer].head_dim_k + 2) / used.slice_tokens for pair in used.pairs
     )
     return int(layout.payload_bytes / layout.block_tokens + summaries + TABLE_BYTES)
 
 
-def memory_facts(model: Model, config: EngineConfig) -> MemoryFacts:
+def memory_facts(
+    model: Model, config: EngineConfig, calibration: Calibration | None = None
+) -> MemoryFacts:
     """Facts for MemoryConfig.resolve. The model is loaded, so its weights are not in the free
     memory any more.
 
@@ -58,7 +60,7 @@ def memory_facts(model: Model, config: EngineConfig) -> MemoryFacts:
     if memory.enabled:
         layout = probe_layout(model, memory)
         kv_bytes = layout.payload_bytes // layout.block_tokens
-        host_bytes = host_bytes_per_token(layout)
+        host_bytes = host_bytes_per_token(layout, calibration)
     else:
         kv_bytes = host_bytes = _estimate_kv_bytes(model, memory)
     machine_free, machine_total = _host_memory()

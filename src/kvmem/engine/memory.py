@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.config import MemoryConfig, PoolSizes
+from kvmem.engine.calibration import Calibration, Scoring, scoring
 from kvmem.engine.checkpoint import Checkpoints
 from kvmem.engine.stats import PhaseTimes
 from kvmem.errors import Cancelled, CapacityError
 from kvmem.kv.budget import HostBudget
 from kvmem.kv.lexical import LexicalIndex
 from kvmem.kv.score import ScoreScratch
-from kvmem.kv.scorers import UNCALIBRATED_SLICE_TOKENS
 from kvmem.kv.summary import KeySummaries
 from kvmem.kv.summary_worker import SummaryWorker
 from kvmem.kv.working_set import WorkingSet
@@ -106,7 +106,13 @@ class TieredMemory:
     history.
     """
 
-    def __init__(self, context: Context, sizes: PoolSizes, config: MemoryConfig) -> None:
+    def __init__(
+        self,
+        context: Context,
+        sizes: PoolSizes,
+        config: MemoryConfig,
+        calibration: Calibration | None = None,
+    ) -> None:
         self.context = context
         self.port = LlamaPort(context)
         self.layout = self.port.layout
@@ -130,8 +136,9 @@ class TieredMemory:
             budget=self.host,
             ordered=config.ordered,
         )
+        self.scoring = scoring(self.layout, calibration)
         self.summaries = KeySummaries(
-            self.layout, self.layout.pairs(), UNCALIBRATED_SLICE_TOKENS, self.host
+            self.layout, self.scoring.pairs, self.scoring.slice_tokens, self.host
         )
         self.worker = SummaryWorker(self.summaries)
         self.scratch = ScoreScratch(self.host)
@@ -140,6 +147,32 @@ class TieredMemory:
         self.notes: list[str] = []  # what a request should know of, until the session takes them
         self.store_s = 0.0
         self.checkpoint_s = 0.0
+
+    def use_calibration(self, calibration: Calibration | None) -> None:
+        """Score with other pairs from now on; their summaries are made from the stored keys.
+
+        Raises ConfigError and CapacityError; then all is as before.
+        """
+        chosen = scoring(self.layout, calibration)
+        self._with_room(lambda: self._summarise_again(chosen))
+
+    def summarise(self, pairs: Sequence[tuple[int, int]], slice_tokens: int) -> KeySummaries:
+        """New summaries of all that is summarised, made from the stored keys."""
+        self.worker.flush()
+        return self.summaries.recompute(pairs, self._records, slice_tokens)
+
+    def _summarise_again(self, chosen: Scoring) -> None:
+        self.summaries = self.summarise(chosen.pairs, chosen.slice_tokens)
+        self.worker.close()
+        self.worker = SummaryWorker(self.summaries)
+        self.scoring = chosen
+
+    def _records(self, n_blocks: int) -> Iterator[tuple[int, I32]]:
+        """Address and positions of the stored blocks 0 .. n_blocks - 1."""
+        ws = self.working_set
+        for block in range(n_blocks):
+            start, stop = block * self.block_tokens, (block + 1) * self.block_tokens
+            yield ws.record_address(block), np.ascontiguousarray(ws.pos[start:stop])
 
     @property
     def n_tokens(self) -> int:

@@ -76,6 +76,7 @@ class PromptReader:
             marks = find_marks(prompt, shared=0 if is_repeated else shared)
         passage = Passage(memory, tokens, marks, report, cancel)
         report.scorer = memory.scorer
+        report.scoring = str(memory.scoring)
         span = prompt.query_span if memory.query_policy == "user" else None
         is_short = memory.n_blocks_of(len(tokens)) <= memory.budget_blocks
         if memory.query_replay == "legacy" and memory.scorer != "recency":
@@ -103,11 +104,12 @@ class PromptReader:
 
     def _is_known(self, span: Span | None, tokens: I32, shared: int) -> bool:
         """Whether the prompt continues below the question whose Q is at hand, word by word."""
-        question = self._question
+        question, memory = self._question, self._memory
         return (
             span is not None
             and question is not None
             and span == question.span
+            and question.query.covers(memory.summaries.pairs)
             and span.stop <= shared
             and np.array_equal(question.prefix, tokens[: span.stop])
         )

@@ -51,6 +51,7 @@ class MemoryReport:
     decision: Decision = "off"
     reason: str = ""
     scorer: str = ""
+    scoring: str = ""  # which pairs and slices
     blocks: list[int] = field(default_factory=list)  # visible to the reply's first token, ascending
     n_blocks: int = 0  # of the history at that time
     reused_tokens: int = 0

@@ -72,6 +72,10 @@ class Query:
         """Rows that score, of each query head."""
         return next((len(rows) for rows in self.layers.values()), 0)
 
+    def covers(self, pairs: Sequence[tuple[int, int]]) -> bool:
+        """Whether it has the rows that these pairs score with."""
+        return all(layer in self.layers for layer, _ in pairs)
+
     def join(self, other: "Query") -> "Query":
         """A query that asks with the rows and tokens of both."""
         layers = {

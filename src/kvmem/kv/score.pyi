@@ -33,4 +33,6 @@ def score_blocks(
     power: int = 2,
     threads: int = ...,
     scratch: ScoreScratch | None = None,
+    head_slices: int = 1,
+    tail_slices: int = 1,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...

@@ -275,13 +275,18 @@ def score_slices(
 
 def score_blocks(
     query, KeySummaries summaries not None, weights=None, int power=2, int threads=DEFAULT_THREADS,
-    ScoreScratch scratch=None,
+    ScoreScratch scratch=None, int head_slices=1, int tail_slices=1,
 ):
     """Score every summarised block with the pairs of the summaries.
 
     query: Query, whose layers hold those of the pairs. weights: f32 [n_pairs] or [n_pairs, group],
-    None means 1. Returns (blocks f32 [n_blocks], edges f32 [n_blocks, 2]: first and last slice).
+    None means 1. Returns (blocks f32 [n_blocks], edges f32 [n_blocks, 2]: the parts of the score in
+    the first head_slices and in the last tail_slices of a block).
     """
+    if not (1 <= head_slices <= summaries.slices_per_block
+            and 1 <= tail_slices <= summaries.slices_per_block):
+        raise ValueError(f"head_slices {head_slices} and tail_slices {tail_slices} must be in "
+                         f"1 .. {summaries.slices_per_block}")
     n_pairs = len(summaries.pairs)
     given = np.ones(n_pairs, np.float32) if weights is None else np.asarray(weights, np.float32)
     if given.ndim not in (1, 2) or len(given) != n_pairs or not np.isfinite(given).all():
@@ -298,4 +303,7 @@ def score_blocks(
         row_weights.append(np.tile(np.broadcast_to(given[index], group), n_rows))
     slices = score_slices(summaries, rows, row_weights, power, threads, scratch)
     slices = slices.reshape(summaries.n_blocks, summaries.slices_per_block)
-    return slices.sum(axis=1), np.ascontiguousarray(slices[:, [0, -1]])
+    edges = np.stack(
+        [slices[:, :head_slices].sum(axis=1), slices[:, -tail_slices:].sum(axis=1)], axis=1
+    )
+    return slices.sum(axis=1), edges

@@ -35,6 +35,11 @@ UNCALIBRATED_SLICE_TOKENS = 8
 # Damping of reciprocal-rank fusion: a first place counts 1/11. Source: docs/retrieval.md.
 RANK_DAMPING = 10.0
 
+# How near a block's border is near. What answers a question mostly stands behind what is like it:
+# the end counts from farther away. Source: docs/retrieval.md, "Facts behind a border".
+EDGE_HEAD_TOKENS = 8
+EDGE_TAIL_TOKENS = 16
+
 # Keeps the cosine of a zero vector finite. Source: the reference system's scorer.
 COSINE_EPSILON = 1e-6
 
@@ -42,8 +47,8 @@ COSINE_EPSILON = 1e-6
 class Scores(NamedTuple):
     """What a scorer says of the sealed blocks; higher is better, no unit.
 
-    edges: the parts of a block's attention score that lie in its first and in its last slice, 0 to
-    1; 0 where a scorer does not look at slices.
+    edges: the parts of a block's attention score that lie near its start and near its end
+    (EDGE_HEAD_TOKENS, EDGE_TAIL_TOKENS), 0 to 1; 0 where a scorer does not look at slices.
     """
 
     scorer: str
@@ -107,22 +112,25 @@ def _need_heads(name: str, inputs: ScoreInputs) -> tuple[Query, KeySummaries]:
     return inputs.query, inputs.summaries
 
 
-def _share_edges(blocks: F32, edges: F32) -> tuple[F32, F32]:
+def _attention(name: str, inputs: ScoreInputs, power: int) -> tuple[F32, F32]:
+    query, summaries = _need_heads(name, inputs)
+    per_block = summaries.slices_per_block
+    head, tail = (
+        min(per_block, max(1, n_tokens // summaries.slice_tokens))
+        for n_tokens in (EDGE_HEAD_TOKENS, EDGE_TAIL_TOKENS)
+    )
+    blocks, edges = score_blocks(
+        query, summaries, inputs.weights, power, inputs.threads, inputs.scratch, head, tail
+    )
     return blocks, np.divide(edges, blocks[:, None], np.zeros_like(edges), where=edges > 0)
 
 
 def _heads(name: str, inputs: ScoreInputs) -> tuple[F32, F32]:
-    query, summaries = _need_heads(name, inputs)
-    return _share_edges(
-        *score_blocks(query, summaries, inputs.weights, 2, inputs.threads, inputs.scratch)
-    )
+    return _attention(name, inputs, 2)
 
 
 def _mass(name: str, inputs: ScoreInputs) -> tuple[F32, F32]:
-    query, summaries = _need_heads(name, inputs)
-    return _share_edges(
-        *score_blocks(query, summaries, inputs.weights, 1, inputs.threads, inputs.scratch)
-    )
+    return _attention(name, inputs, 1)
 
 
 def _cosine(name: str, inputs: ScoreInputs) -> tuple[F32, F32]:

@@ -1,0 +1,262 @@
+"""`kvmem calibrate` without its command line: synthetic questions, read by the model itself.
+
+Each history is read under a small budget, so K is as it is prefilled and Q as it is when a question
+arrives: made while only the first and the newest blocks are visible.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from kvmem.bench import metrics
+from kvmem.bench.conversations import read_conversations
+from kvmem.bench.generators.catalogue import GENERATORS
+from kvmem.bench.history import EngineHistory, position_scores
+from kvmem.bench.pairs import Evidence, Picked, pick_pairs
+from kvmem.bench.record import version
+from kvmem.bench.twin import scored_slices
+from kvmem.bench.workload import Prompt, WorkloadSpec, make_prompts
+from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
+from kvmem.engine.calibration import Calibration, file_names
+from kvmem.engine.engine import Engine
+from kvmem.engine.fingerprint import fingerprint
+from kvmem.errors import ConfigError
+from kvmem.kv.scorers import UNCALIBRATED_SLICE_TOKENS
+from kvmem.paths import cache_folder
+
+__all__ = ["Calibrated", "CalibrationSpec", "calibrate", "store"]
+
+Report = Callable[[str, int, int], None]
+
+ROOM_TOKENS: Final = 512
+"""Cells for a question behind the history."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationSpec:
+    """What is read. generator: others are left for tests. questions: conversations to use instead.
+
+    model, memory: as the server will have them; sizes of the memory are replaced by these.
+    """
+
+    model: ModelConfig
+    memory: MemoryConfig
+    generator: str = "office"
+    questions: Path | None = None
+    n_tokens: int = 2048
+    n_prompts: int = 8
+    first_seed: int = 1000
+    budget_tokens: int = 512
+    block_tokens: int = 32
+    slice_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        if self.n_prompts < 2:
+            raise ConfigError("n_prompts", self.n_prompts, "at least 2: some are held out")
+        if self.questions is None and self.budget_tokens >= self.n_tokens:
+            raise ConfigError(
+                "budget_tokens", self.budget_tokens, f"below n_tokens={self.n_tokens}"
+            )
+
+    def engine(self) -> EngineConfig:
+        """A small budget, no calibration: all pairs are summarised."""
+        return EngineConfig(
+            model=self.model,
+            memory=replace(
+                self.memory,
+                enabled=True,
+                workspace_tokens=None if self.questions else self.n_tokens + ROOM_TOKENS,
+                budget_tokens=self.budget_tokens,
+                reserve_tokens=ROOM_TOKENS,
+                block_tokens=self.block_tokens,
+                sink_tokens=0,
+                recent_tokens=None,
+                scorer="heads",
+                calibration="off",
+            ),
+        )
+
+    def key(self, model_print: str) -> str:
+        """Names what was read so far of exactly this."""
+        questions = self.questions.read_bytes() if self.questions else b""
+        what = (
+            model_print, self.memory.type_k, self.memory.type_v, self.generator, self.n_tokens,
+            self.n_prompts, self.first_seed, self.budget_tokens, self.block_tokens,
+            self.slice_tokens, version(),
+        )  # fmt: skip
+        return hashlib.sha256(repr(what).encode() + questions).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrated:
+    """What came out. bytes_per_token: of the summaries, calibrated and not."""
+
+    calibration: Calibration
+    picked: Picked
+    bytes_per_token: float
+    bytes_per_token_whole: float
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the pairs find at least what all of them find together."""
+        return self.picked.recall >= self.picked.recall_whole
+
+
+def calibrate(
+    spec: CalibrationSpec, *, report: Report = lambda what, done, total: None
+) -> Calibrated:
+    """Read the histories, pick the pairs. What was read is kept until the calibration is stored:
+    a second call after an interrupt goes on where the first one stopped.
+
+    Raises ConfigError: the questions are too few; and what Engine raises.
+    """
+    model_print = fingerprint(spec.model.path)
+    folder = _scratch(spec, model_print)
+    with Engine(spec.engine()) as engine:
+        layout = engine.tiered.layout
+        pairs = layout.pairs()
+        questions = list(_read_all(spec, engine, folder, report))
+        try:
+            picked = pick_pairs(questions)
+        except ValueError as error:
+            raise ConfigError("questions", spec.questions, f"on two histories ({error})") from None
+    chosen = [pairs[index] for index in picked.pairs]
+    dims = [layout.layers[pair.layer].head_dim_k + 2 for pair in pairs]
+    facts: dict[str, Any] = {
+        "kvmem": version(),
+        "model": spec.model.path.name,
+        "read": str(spec.questions.name if spec.questions else spec.generator),
+        "histories": picked.n_groups,
+        "questions": picked.n_questions,
+        "held_out_gold_recall": round(picked.recall, 4),
+        "held_out_gold_recall_all_pairs": round(picked.recall_whole, 4),
+        "held_out_gold_recall_by_count": [round(value, 4) for value in picked.by_count],
+        "pairs_in_all": len(pairs),
+    }
+    return Calibrated(
+        calibration=Calibration(
+            fingerprint=model_print,
+            type_k=spec.memory.type_k,
+            type_v=spec.memory.type_v,
+            pairs=tuple((layout.layers[pair.layer].il, pair.kv_head) for pair in chosen),
+            slice_tokens=spec.slice_tokens,
+            report=facts,
+        ),
+        picked=picked,
+        bytes_per_token=sum(dims[index] for index in picked.pairs) / spec.slice_tokens,
+        bytes_per_token_whole=sum(dims) / UNCALIBRATED_SLICE_TOKENS,
+    )
+
+
+def store(spec: CalibrationSpec, calibration: Calibration, path: Path | None = None) -> Path:
+    """Write the file: to `path`, else beside the model, else to the cache. Returns where it is."""
+    if path is None:
+        beside, cached = file_names(spec.model.path, spec.memory, calibration.fingerprint)
+        try:
+            calibration.save(beside)
+            path = beside
+        except OSError:  # a model folder that cannot be written is usual
+            calibration.save(cached)
+            path = cached
+    else:
+        calibration.save(path)
+    shutil.rmtree(_scratch(spec, calibration.fingerprint), ignore_errors=True)
+    return path
+
+
+def _scratch(spec: CalibrationSpec, model_print: str) -> Path:
+    return cache_folder() / "calibration" / f"{spec.key(model_print)}.part"
+
+
+def _read_all(
+    spec: CalibrationSpec, engine: Engine, folder: Path, report: Report
+) -> Iterator[Evidence]:
+    """Evidence of all questions; that of each history is kept as a file."""
+    if spec.questions is None:
+        seeds = range(spec.first_seed, spec.first_seed + spec.n_prompts)
+        workload = WorkloadSpec(n_tokens=spec.n_tokens)
+        try:
+            prompts = make_prompts(GENERATORS[spec.generator](), engine.vocab, workload, seeds)
+        except ValueError as error:
+            rule = f"enough for the facts ({error})"
+            raise ConfigError("n_tokens", spec.n_tokens, rule) from None
+    else:
+        prompts = read_conversations(spec.questions, engine)
+    folder.mkdir(parents=True, exist_ok=True)
+    for group, prompt in enumerate(prompts):
+        report("histories", group, len(prompts))
+        kept = folder / f"{group:04}.npz"
+        found = _load(kept, group)
+        if found is None:
+            found = list(_read(spec, engine, prompt, group))
+            _save(kept, found)
+        yield from found
+    report("histories", len(prompts), len(prompts))
+
+
+def _read(spec: CalibrationSpec, engine: Engine, prompt: Prompt, group: int) -> Iterator[Evidence]:
+    """What every pair says of the slices of one history, for each of its questions."""
+    history = EngineHistory.read(engine, prompt.history)
+    fine = history.summaries(slice_tokens=spec.slice_tokens)
+    coarse = history.summaries(slice_tokens=UNCALIBRATED_SLICE_TOKENS)
+    per_block = fine.slices_per_block
+    for question in prompt.questions:
+        if not question.gold:
+            continue
+        newest = history.select(position_scores(history.n_blocks), question)
+        history.restrict(newest)
+        query = history.ask(question)
+        fixed = history.fixed_blocks(question)
+        free = np.setdiff1d(np.arange(fine.n_blocks), fixed)
+        gold = np.unique(metrics.gold_tokens(question.gold) // spec.slice_tokens)
+        gold = gold[np.isin(gold // per_block, free)]
+        if len(gold) == 0:
+            continue
+        whole = scored_slices(query, coarse).sum(axis=0)
+        yield Evidence(
+            scores=scored_slices(query, fine).astype(np.float32),
+            whole=np.repeat(whole, UNCALIBRATED_SLICE_TOKENS // spec.slice_tokens).astype(
+                np.float32
+            ),
+            gold=gold,
+            free=(free[:, None] * per_block + np.arange(per_block)).ravel(),
+            n_free=max(1, len(newest) - len(fixed)),
+            slices_per_block=per_block,
+            group=group,
+        )
+
+
+def _save(path: Path, questions: list[Evidence]) -> None:
+    arrays: dict[str, Any] = {}
+    for i, question in enumerate(questions):
+        for name in ("scores", "whole", "gold", "free"):
+            arrays[f"{name}{i}"] = getattr(question, name)
+        arrays[f"counts{i}"] = np.array([question.n_free, question.slices_per_block])
+    part = path.with_suffix(".tmp.npz")
+    np.savez_compressed(part, **arrays)
+    part.replace(path)
+
+
+def _load(path: Path, group: int) -> list[Evidence] | None:
+    """What was kept of a history; None if nothing whole is there."""
+    try:
+        with np.load(path) as arrays:
+            return [
+                Evidence(
+                    scores=arrays[f"scores{i}"],
+                    whole=arrays[f"whole{i}"],
+                    gold=arrays[f"gold{i}"],
+                    free=arrays[f"free{i}"],
+                    n_free=int(arrays[f"counts{i}"][0]),
+                    slices_per_block=int(arrays[f"counts{i}"][1]),
+                    group=group,
+                )
+                for i in range(len(arrays.files) // 5)
+            ]
+    except (OSError, ValueError, KeyError, EOFError):
+        return None

@@ -1,0 +1,93 @@
+"""`kvmem calibrate`: find the attention heads of a model that know where a fact stands."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Option
+
+from kvmem.bench.calibrate import Calibrated, CalibrationSpec, calibrate, store
+from kvmem.cli import logs, show
+from kvmem.cli.options import EngineOptions, takes
+from kvmem.cli.progress import progress
+from kvmem.config import EngineConfig
+
+__all__ = ["calibrate_missing", "calibrate_model"]
+
+
+@takes(EngineOptions)
+def calibrate_model(
+    options: EngineOptions,
+    generator: Annotated[
+        Literal["office", "harbor"],
+        Option(help="Which text generator makes the questions. Test with another one."),
+    ] = "office",
+    questions: Annotated[
+        Path | None,
+        Option(help="Conversations to use instead: JSON lines, docs/benchmarks.md has the format."),
+    ] = None,
+    tokens: Annotated[int, Option(help="Length of each history.")] = 2048,
+    prompts: Annotated[int, Option(help="Histories; each has eight questions.")] = 8,
+    seed: Annotated[int, Option(help="Seed of the first history.")] = 1000,
+    out: Annotated[
+        Path | None,
+        Option("-o", "--out", help="File to write. Left out: beside the model, or in the cache."),
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print an object instead of a table.")] = False,
+    verbose: Annotated[bool, Option("-v", "--verbose", help="Log to stderr.")] = False,
+) -> int:
+    """Pick the few attention heads that find a fact, for this model and these KV types.
+
+    Reads synthetic questions on the model itself, minutes on a CPU; an interrupted run goes on
+    where it stopped. The result is stored, and every later start of kvmem with this model uses it.
+    """
+    logs.set_up(verbose=verbose)
+    config = options.config()
+    spec = CalibrationSpec(
+        model=config.model,
+        memory=config.memory,
+        generator=generator,
+        questions=questions,
+        n_tokens=tokens,
+        n_prompts=prompts,
+        first_seed=seed,
+    )
+    with progress() as report:
+        found = calibrate(spec, report=report)
+    path = store(spec, found.calibration, out) if found.is_better else None
+    if as_json:
+        print(json.dumps({**asdict(found.calibration), "path": path and str(path)}))
+    else:
+        print(_table(found))
+    if path is None:
+        print("not stored: all pairs together find more on this model", file=sys.stderr)
+        return 1
+    print(f"stored in {path}", file=sys.stderr)
+    return 0
+
+
+def calibrate_missing(config: EngineConfig) -> None:
+    """Calibrate before a start, where nothing is found for the model; say what came of it."""
+    spec = CalibrationSpec(model=config.model, memory=config.memory)
+    print(f"calibrating {config.model.path}", file=sys.stderr)
+    with progress() as report:
+        found = calibrate(spec, report=report)
+    print(_table(found), file=sys.stderr)
+    if found.is_better:
+        print(f"stored in {store(spec, found.calibration)}", file=sys.stderr)
+    else:
+        print("not stored: all pairs together find more on this model", file=sys.stderr)
+
+
+def _table(found: Calibrated) -> str:
+    picked = found.picked
+    pairs = " ".join(f"{layer}:{head}" for layer, head in found.calibration.pairs)
+    rows = [
+        ("heads that score (layer:KV head)", "gold recall, held out", "bytes a token"),
+        (pairs, f"{picked.recall:.3f}", f"{found.bytes_per_token:.0f}"),
+        ("all, uncalibrated", f"{picked.recall_whole:.3f}", f"{found.bytes_per_token_whole:.0f}"),
+    ]
+    n = f"{picked.n_questions} questions, {picked.n_groups} histories"
+    return show.table(rows, right=(1, 2)) + f"\n{n}; each checked with pairs picked on others"
