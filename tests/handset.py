@@ -40,6 +40,7 @@ SCRIPT: Final = (
     "<tool_call>", "\n<function=look>\n", "<parameter=place>\n", "Oslo", "\n</parameter>\n",
     "</function>\n", "</tool_call>",
 )  # fmt: skip
+LINE_BREAK: Final = "\u010a"  # how byte-level BPE writes it
 SHAPE: Final = Shape(arch="qwen35", n_layers=2, head_dim=64, attention_interval=2, mtp=True)
 
 F32 = npt.NDArray[np.float32]
@@ -51,11 +52,17 @@ def fact(key: int, value: int) -> str:
 
 
 def write_handset(
-    path: Path, *, script: Sequence[str] = SCRIPT, wrong_drafts: Sequence[int] = ()
+    path: Path,
+    *,
+    script: Sequence[str] = SCRIPT,
+    wrong_drafts: Sequence[int] = (),
+    start: str = "[go]",
 ) -> Path:
     """Write the model to `path`, which is returned.
 
-    wrong_drafts: steps of the script (0 is [go]) after which the MTP block proposes a wrong token.
+    wrong_drafts: steps of the script (0 is its start) after which the MTP block proposes a wrong
+        token.
+    start: the token after which the script is played; LINE_BREAK for the end of a chat's prompt.
     """
     facts = {fact(k, v): (k, v) for k in range(N_KEYS) for v in range(N_VALUES)}
     asked = {f"[q{k}]": k for k in range(N_KEYS)}
@@ -78,7 +85,7 @@ def write_handset(
     for text in found:
         rows[ids[text]] = answered
 
-    steps = [ids["[go]"], *(ids[text] for text in script), ids["<|im_end|>"]]
+    steps = [ids[start], *(ids[text] for text in script), ids["<|im_end|>"]]
     if len(set(steps)) != len(steps):
         raise ValueError("each token of the script may come once: the last one decides the next")
     head = np.zeros_like(rows)

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from kvmem.chat.render import RenderedChat
+from kvmem.chat.render import ChatRenderer, RenderedChat
 from kvmem.chat.request import ChatRequest, RequestDefaults
 from kvmem.config import ServerConfig
 from kvmem.engine.events import Done, Event, PromptProgress, StopReason, TokenEvent
@@ -39,10 +39,17 @@ class Script:
 
 
 class FakeBackend:
-    """A prompt's tokens are its words; each generation plays the next script, or the last again."""
+    """Each generation plays the next script, or the last again.
 
-    def __init__(self, *scripts: Script, n_ctx: int = 64) -> None:
+    renderer: a real template, which the replies are read by; without one a prompt's tokens are
+        its words, and a reply is its text.
+    """
+
+    def __init__(
+        self, *scripts: Script, n_ctx: int = 64, renderer: ChatRenderer | None = None
+    ) -> None:
         self.n_ctx = n_ctx
+        self._renderer = renderer
         self.scripts = list(scripts) or [Script()]
         self.requests: list[ChatRequest] = []
         self.params: list[GenerateParams] = []
@@ -54,6 +61,8 @@ class FakeBackend:
 
     def render(self, request: ChatRequest) -> RenderedChat:
         self.requests.append(request)
+        if self._renderer is not None:
+            return self._renderer.render(request)
         text = " ".join(message.text for message in request.messages)
         return RenderedChat(
             text=text,

@@ -150,7 +150,8 @@ class TemplateFormat:
                 schema_grammar(tool.parameters or {"type": "object"})
             except RequestError as fault:
                 where = f"{tool.path}.function.parameters"
-                return FieldError(where, f"of {tool.name} cannot be used: {fault}")
+                reason = str(fault).splitlines()[-1]
+                return FieldError(where, f"of {tool.name} cannot be used: {reason}")
         reason = _reason(error)
         if request.continues:
             return FieldError("messages", f"cannot be continued: {reason}")

@@ -172,14 +172,23 @@ class ChatRenderer:
             what = "tool_choice" if request.schema is None else "response_format"
             raise UnsupportedContentError(f"{what} cannot be enforced with this chat template")
         if thinking.start and thinking.ends:
-            budget = request.thinking.budget
             bound["reasoning"] = {
                 "start": thinking.start,
                 "ends": thinking.ends,
-                "budget": -1 if budget is None else budget,
+                "budget": self._budget(request.thinking.budget, result, thinking),
                 "message": request.thinking.message,
             }
         return replace(sampling, extra={**sampling.extra, **bound})
+
+    def _budget(self, budget: int | None, result: dict[str, Any], thinking: ThinkingTags) -> int:
+        """The sampler's budget, -1 for none.
+
+        The sampler counts what the prompt says after opening a thought, often a line break.
+        """
+        if not budget:
+            return -1 if budget is None else 0
+        _, _, said = result["generation_prompt"].rpartition(thinking.start)
+        return budget + (len(self._vocab.tokenize(said)) if thinking.is_open else 0)
 
     def _locate(
         self, request: ChatRequest, fields: dict[str, Any], text: str, tokens: list[int]

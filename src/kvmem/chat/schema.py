@@ -225,10 +225,8 @@ class _Walk:
     def _try_pattern(self, value: Any, path: str) -> Iterator[Unenforced]:
         faults = list(self._try({"type": "string", "pattern": value}, path, "pattern"))
         yield from faults
-        # an unsupported pattern becomes any string
-        if not faults and _grammar({"type": "string", "pattern": value}) == _grammar(
-            {"type": "string"}
-        ):
+        # an unsupported pattern becomes any string, as one that is not anchored always does
+        if not faults and _pattern_grammar(value) == _pattern_grammar("unanchored"):
             yield Unenforced(path, "pattern", f"{value!r} has no grammar (anchor it with ^ and $)")
 
     def _try(self, schema: dict[str, Any], path: str, keyword: str) -> Iterator[Unenforced]:
@@ -253,6 +251,10 @@ def _implied_type(schema: Mapping[str, Any]) -> str | None:
 
 def _grammar(schema: dict[str, Any]) -> str:
     return _cached_grammar(json.dumps(schema))
+
+
+def _pattern_grammar(pattern: str) -> str:
+    return _grammar({"type": "string", "pattern": pattern})
 
 
 @lru_cache(maxsize=512)

@@ -1,0 +1,295 @@
+"""What a template can do, and what it is asked for in vain."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_vocab
+
+from kvmem.chat.fields import FieldError
+from kvmem.chat.render import ChatRenderer, RenderedChat
+from kvmem.chat.request import parse_chat_request
+from kvmem.engine.prompt import Span
+from kvmem.errors import RequestError, UnsupportedContentError
+from kvmem.llama.model import Model
+from kvmem.llama.template import ChatTemplate
+from kvmem.llama.vocab import Vocab
+
+SYSTEM_FIRST = (
+    "{%- for m in messages %}"
+    "{%- if m.role == 'system' and not loop.first %}"
+    "{{- raise_exception('System message must be at the beginning.') }}{%- endif %}"
+    "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+DROPS_LATE_SYSTEM = (
+    "{%- for m in messages %}{%- if m.role != 'system' or loop.first %}"
+    "{{- m.role + ': ' + m.content + '\\n' }}{%- endif %}{%- endfor %}"
+)
+NO_LONG_WORDS = (
+    "{%- for m in messages %}{%- if m.content | length > 30 %}"
+    "{{- raise_exception('too long for me') }}{%- endif %}{{- m.content }};{%- endfor %}"
+)
+
+
+def message(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return message("user", content)
+
+
+def tool(name: str, /, *, strict: bool = False, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    function = {"name": name, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": function}
+
+
+LOOK = tool("look", place={"type": "string"})
+OTHER = tool("other", n={"type": "integer"})
+
+
+@pytest.fixture(scope="module")
+def vocab(tiny_llama: Path) -> Iterator[Vocab]:
+    with Model(tiny_llama) as model:
+        yield Vocab(model)
+
+
+def render(vocab: Vocab, *messages: Any, source: str = "", **fields: Any) -> RenderedChat:
+    with ChatTemplate(vocab.model, source) as template:
+        request = parse_chat_request({"messages": list(messages) or [user("hi")], **fields})
+        return ChatRenderer(template, vocab).render(request)
+
+
+def text_of(vocab: Vocab, rendered: RenderedChat, span: Span | None) -> str:
+    assert span is not None, rendered.prompt.query_fallback
+    return vocab.detokenize(rendered.prompt.tokens[span.start : span.stop])
+
+
+@pytest.mark.parametrize("source", [SYSTEM_FIRST, DROPS_LATE_SYSTEM, tiny_vocab.CHATML_TOOLS])
+@pytest.mark.parametrize("first", ["system", "developer"])
+def test_instructions_anywhere(vocab: Vocab, source: str, first: str) -> None:
+    """Case R12: each text once, in order, and the next turn begins with the same tokens."""
+    for roles in (
+        [first, "user"],
+        [first, "user", "assistant", first, "user"],
+        [first, first, "user"],
+        ["user", first],
+    ):
+        said = [message(role, f"text number {i}") for i, role in enumerate(roles)]
+        rendered = render(vocab, *said, source=source)
+        places = [rendered.text.index(m["content"]) for m in said]
+        assert places == sorted(places)
+        assert [rendered.text.count(m["content"]) for m in said] == [1] * len(said)
+        last_user = max(i for i, role in enumerate(roles) if role == "user")
+        assert text_of(vocab, rendered, rendered.prompt.query_span) == f"text number {last_user}"
+        more = (message("assistant", "an answer"), user("next"))
+        grown = render(vocab, *said, *more, source=source).text
+        plain = render(vocab, *said, source=source, add_generation_prompt=False).text
+        assert grown.startswith(plain)
+
+
+def test_a_refused_message_is_named(vocab: Vocab) -> None:
+    said = [user("short"), message("assistant", "also"), user("x" * 40)]
+    with pytest.raises(FieldError) as caught:
+        render(vocab, *said, source=NO_LONG_WORDS)
+    assert caught.value.field == "messages[2]"
+    assert str(caught.value) == (
+        "messages[2] (user) is refused by the chat template: too long for me"
+    )
+
+
+def test_the_message_is_named_by_its_place_in_the_request(vocab: Vocab) -> None:
+    said = [message("system", "a"), message("system", "b"), user("x" * 40)]
+    with pytest.raises(FieldError) as caught:
+        render(vocab, *said, source=NO_LONG_WORDS)
+    assert caught.value.field == "messages[2]"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [message("assistant", None), user("hi")],
+        [{"role": "assistant"}, user("hi")],
+        [user([{"type": "text", "text": "h"}, {"type": "input_text", "text": "i"}])],
+        [message("assistant", [{"type": "refusal", "refusal": "no"}]), user("hi")],
+        [user(["h", "i"])],
+        [
+            {"role": "assistant", "content": None, "reasoning": "so", "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}},
+                {"id": "2", "type": "function", "function": {"name": "f", "arguments": '{"a": '}},
+                {"id": "3", "type": "custom", "custom": {"name": "g", "input": "text"}},
+            ]},
+            {"role": "function", "name": "f", "content": "1"},
+            {"role": "tool", "tool_call_id": "2", "content": None, "cache_control": {}},
+            user("hi"),
+        ],
+    ],
+)  # fmt: skip
+def test_histories_as_agents_send_them(vocab: Vocab, said: list[Any]) -> None:
+    rendered = render(vocab, *said, tools=[LOOK])
+    shown = text_of(vocab, rendered, rendered.prompt.query_span)
+    assert shown.replace("\n", "") == "hi"
+
+
+def test_spans_stay_exact_beside_tools_and_results(vocab: Vocab) -> None:
+    call = {"id": "1", "function": {"name": "look", "arguments": '{"place": "Oslo"}'}}
+    said = [
+        message("system", "be brief"),
+        user("how warm is it in Oslo?"),
+        {"role": "assistant", "content": "I look.", "tool_calls": [call], "reasoning_content": "r"},
+        {"role": "tool", "tool_call_id": "1", "content": '{"degrees": 21}'},
+    ]
+    rendered = render(vocab, *said, tools=[LOOK, OTHER] * 25, parallel_tool_calls=True)
+    assert text_of(vocab, rendered, rendered.prompt.query_span) == "how warm is it in Oslo?"
+    spans = [(s.role, text_of(vocab, rendered, s.span)) for s in rendered.prompt.spans]
+    assert spans == [(m["role"], m["content"]) for m in said]
+
+
+def constraint(rendered: RenderedChat) -> dict[str, Any]:
+    found = rendered.sampling.extra["constraint"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_tool_choices(vocab: Vocab) -> None:
+    tools = [LOOK, OTHER]
+    auto = render(vocab, tools=tools)
+    assert constraint(auto)["lazy"]
+    required = render(vocab, tools=tools, tool_choice="required")
+    assert not constraint(required)["lazy"]
+    named = {"type": "function", "function": {"name": "other"}}
+    one = render(vocab, tools=tools, tool_choice=named)
+    assert not constraint(one)["lazy"]
+    assert "other" in constraint(one)["grammar"] and "look" not in constraint(one)["grammar"]
+    assert one.text == auto.text == required.text  # the prompt's beginning stays cached
+    none = render(vocab, tools=tools, tool_choice="none")
+    assert "constraint" not in none.sampling.extra
+    assert "look" in none.text
+
+
+def test_parallel_calls_as_asked_or_as_the_template_has_them(vocab: Vocab) -> None:
+    several = constraint(render(vocab, tools=[LOOK]))["grammar"]
+    assert several == constraint(render(vocab, tools=[LOOK], parallel_tool_calls=True))["grammar"]
+    assert several != constraint(render(vocab, tools=[LOOK], parallel_tool_calls=False))["grammar"]
+
+
+def test_tools_of_other_types_are_left_out_with_a_note(vocab: Vocab) -> None:
+    rendered = render(vocab, tools=[{"type": "web_search"}, LOOK])
+    assert "look" in rendered.text and "web_search" not in rendered.text
+    assert rendered.notes == (
+        "tools[0] has the type 'web_search' and is left out: only functions are known",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "reason"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "there is no function in tools"),
+        (
+            {"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "nope"}}},
+            "tool_choice.function.name",
+            "must be the name of one of the tools",
+        ),
+        ({"tools": [LOOK], "tool_choice": {"type": "x"}}, "tool_choice.type", '"function"'),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "must be given",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "grammar": "root ::= [a]"},
+            "response_format, grammar",
+            "exclude each other",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {
+                "type": "object", "properties": {"a": {"type": "string", "pattern": "^a\\!$"}}}}}},
+            "response_format",
+            "cannot be enforced: pattern at #/properties/a",
+        ),
+        ({"grammar": "root ::= ("}, "grammar", "does not parse"),
+        (
+            {"grammar": "root ::= [a]", "enable_thinking": True},
+            "grammar",
+            "this template has the model think first",
+        ),
+        (
+            {"tools": [tool("f", strict=True, a={"type": "integer", "multipleOf": 3})]},
+            "tools[0].function.parameters",
+            "of the strict function f: multipleOf at #/properties/a has no grammar",
+        ),
+        (
+            {"tools": [tool("f", strict=True, a={"type": "string", "enum": ["x"]})]},
+            "tools[0].function.parameters",
+            "of the strict function f: enum at #/properties/a is not enforced in this template",
+        ),
+        (
+            {"tools": [LOOK, tool("f", a={"$ref": "#/$defs/gone"})]},
+            "tools[1].function.parameters",
+            "of f cannot be used: JSON schema error at #/properties/a: cannot resolve",
+        ),
+        ({"continue_final_message": True}, "continue_final_message", "needs an assistant message"),
+        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_enforced_is_refused_by_name(
+    vocab: Vocab, fields: dict[str, Any], field: str, reason: str
+) -> None:
+    with pytest.raises(FieldError, match=reason) as caught:
+        render(vocab, **fields)
+    assert caught.value.field == field
+
+
+def test_demands_on_loose_tools_are_told(vocab: Vocab) -> None:
+    """A schema that is not strict guides the model; what it is not held to, the report says."""
+    rendered = render(
+        vocab, tools=[tool("f", a={"type": "string", "enum": ["x"]}, b={"not": {}, "type": "null"})]
+    )
+    assert rendered.notes == (
+        "tools[0].function.parameters of f: not at #/properties/b has no grammar",
+        "tools[0].function.parameters of f: enum at #/properties/a is not enforced in this "
+        "template's calls",
+    )
+
+
+def test_a_template_without_tools_says_so(vocab: Vocab) -> None:
+    with pytest.raises(UnsupportedContentError, match="no place for them"):
+        render(vocab, source=tiny_vocab.CHATML, tools=[LOOK])
+    assert render(vocab, source=tiny_vocab.CHATML).text.startswith("<|im_start|>user\nhi")
+
+
+def test_a_grammar_keeps_the_model_from_thinking(vocab: Vocab) -> None:
+    rendered = render(vocab, grammar='root ::= "yes"')
+    assert rendered.text.endswith("</think>\n\n")
+    assert rendered.sampling.extra["grammar"] == 'root ::= "yes"'
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 5}}}},
+        {"response_format": {"type": "json_schema", "schema": {"const": 5}}},
+        {"response_format": {"type": "json_object", "schema": {"const": 5}}},
+        {"json_schema": {"const": 5}},
+    ],
+)
+def test_a_schema_in_each_form(vocab: Vocab, form: dict[str, Any]) -> None:
+    found = constraint(render(vocab, **form))
+    assert '"5"' in found["grammar"] and not found["lazy"]
+
+
+def test_a_reply_that_is_continued(vocab: Vocab) -> None:
+    said = [user("hi"), message("assistant", "Once upon")]
+    rendered = render(vocab, *said, continue_final_message=True, enable_thinking=False)
+    assert rendered.text.endswith("Once upon")
+    assert render(vocab, *said).text.count("assistant\n") == 2
+
+
+def test_messages_that_no_template_can_read_are_a_request_error(vocab: Vocab) -> None:
+    with pytest.raises(RequestError):
+        render(vocab, user("\ud800"))

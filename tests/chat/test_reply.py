@@ -1,0 +1,200 @@
+"""Tokens of a reply to thinking, content and calls: UTF-8, stop texts, ids, counts."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from handset import SCRIPT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmem.chat.render import ChatRenderer
+from kvmem.chat.reply import Delta, PlainParser, ReplyMessage, ReplyReader, ThinkingTags
+from kvmem.chat.request import parse_chat_request
+from kvmem.engine.events import StopReason, TokenEvent
+from kvmem.llama.model import Model
+from kvmem.llama.template import ChatTemplate
+from kvmem.llama.vocab import Vocab
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    },
+}
+EMOJI = "🙂🚀😀🌍"
+TAGS = ThinkingTags(start="<think>", ends=("</think>",))
+OPEN = ThinkingTags(start="<think>", ends=("</think>",), is_open=True)
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_llama: Path) -> Iterator[ChatRenderer]:
+    with Model(tiny_llama) as model, ChatTemplate(model) as template:
+        yield ChatRenderer(template, Vocab(model))
+
+
+def reader_of(renderer: ChatRenderer, **fields: Any) -> ReplyReader:
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [LOOK], **fields}
+    return renderer.render(parse_chat_request(body)).reader()
+
+
+def events_of(pieces: Sequence[bytes]) -> list[TokenEvent]:
+    return [TokenEvent(1000, piece) for piece in pieces]
+
+
+def read(
+    reader: ReplyReader, groups: Sequence[Sequence[bytes]], reason: StopReason = "stop"
+) -> ReplyMessage:
+    """Each group is what one decode step accepted."""
+    message = ReplyMessage()
+    for group in groups:
+        message.add(reader.feed(events_of(group)))
+    message.add(reader.finish(reason))
+    return message
+
+
+def text_of(message: ReplyMessage) -> tuple[str, str, list[tuple[str | None, str]]]:
+    return (
+        message.reasoning,
+        message.content,
+        [(call.name, call.arguments) for call in message.calls],
+    )
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(sizes=st.lists(st.integers(1, 6), min_size=1))
+def test_drafts_accepted_in_any_groups(renderer: ChatRenderer, sizes: list[int]) -> None:
+    pieces = [text.encode() for text in SCRIPT[1:]]
+    groups: list[list[bytes]] = []
+    while pieces:
+        n = sizes[len(groups) % len(sizes)]
+        groups.append(pieces[:n])
+        pieces = pieces[n:]
+    reader = reader_of(renderer)
+    message = read(reader, groups)
+    assert text_of(message) == (
+        "I should look it up.\n",
+        "Of course. One moment.\n",
+        [("look", '{"place":"Oslo"}')],
+    )
+    assert reader.finish_reason("stop") == "tool_calls"
+    assert reader.reasoning_tokens == SCRIPT.index("</think>")  # the first was in the prompt
+
+
+REPLY = (
+    f"so {EMOJI}\n</think>\n\nyes {EMOJI}\n<tool_call>\n<function=look>\n<parameter=place>\n{EMOJI}"
+    "\n</parameter>\n</function>\n</tool_call>"
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_characters_cut_anywhere(renderer: ChatRenderer, size: int) -> None:
+    """Case R22: in thinking, content and arguments."""
+    data = REPLY.encode()
+    whole = read(reader_of(renderer), [[data]])
+    for offset in range(size):
+        places = [0, *range(offset, len(data), size), len(data)]
+        reader = reader_of(renderer)
+        message = ReplyMessage()
+        for a, b in pairwise(places):
+            delta = reader.feed(events_of([data[a:b]]))
+            assert "\ufffd" not in repr(delta)
+            message.add(delta)
+        message.add(reader.finish("stop"))
+        assert text_of(message) == text_of(whole)
+    assert text_of(whole) == (
+        f"so {EMOJI}\n", f"yes {EMOJI}\n", [("look", f'{{"place":"{EMOJI}"}}')]
+    )  # fmt: skip
+
+
+def test_bytes_that_are_no_character(renderer: ChatRenderer) -> None:
+    pieces = [b"a</think>b", b"\xe2", b"c", b"\xff", b"d\xf0\x9f"]
+    message = read(reader_of(renderer), [[piece] for piece in pieces], "length")
+    assert (message.reasoning, message.content) == ("a", "b\ufffdc\ufffdd\ufffd")
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.sets(st.integers(0, len(REPLY.encode()))))
+def test_any_bytes_in_any_cut(renderer: ChatRenderer, cuts: set[int]) -> None:
+    data = REPLY.encode()
+    places = [0, *sorted(cuts), len(data)]
+    message = read(reader_of(renderer), [[data[a:b]] for a, b in pairwise(places)])
+    assert text_of(message) == text_of(read(reader_of(renderer), [[data]]))
+
+
+def test_a_stop_text_over_several_tokens(renderer: ChatRenderer) -> None:
+    reader = reader_of(renderer, stop=["STOP"])
+    message = read(reader, [[b"x</think>one S"], [b"TO", b"P"], [b" more"]], "cancelled")
+    assert (message.reasoning, message.content) == ("x", "one ")
+    assert reader.is_stopped
+    assert reader.finish_reason("cancelled") == "stop"
+    held = reader_of(renderer, stop=["STOP"])
+    assert read(held, [[b"</think>one STO"]]).content == "one STO"
+
+
+def test_ids_are_new_in_the_conversation(renderer: ChatRenderer) -> None:
+    """Case R10: no id of an earlier turn, none twice."""
+    call = REPLY[REPLY.index("<tool_call>") :]
+    seen: set[str] = set()
+    for _ in range(20):
+        reader = reader_of(renderer)
+        message = read(reader, [[b"</think>" + f"{call}\n{call}".encode()]])
+        ids = {call.id for call in message.calls if call.id}
+        assert len(ids) == 2 and all(len(i) == 9 and i.isalnum() for i in ids)
+        assert not ids & seen
+        seen |= ids
+
+
+class Given:
+    """A parser that gives one call with an id of the model's own."""
+
+    def feed(self, text: str) -> dict[str, Any]:
+        return {"calls": [{"index": 0, "id": "functions.f:0", "name": "f", "arguments": "{}"}]}
+
+    def finish(self, *, is_cut: bool = False) -> dict[str, Any]:
+        return {}
+
+
+def test_an_id_that_the_model_gives_is_kept_if_it_is_new() -> None:
+    kept = read(ReplyReader(Given()), [[b"x"]])
+    assert kept.calls[0].id == "functions.f:0"
+    changed = read(ReplyReader(Given(), used_ids=["functions.f:0"]), [[b"x"]])
+    assert changed.calls[0].id != "functions.f:0"
+
+
+def test_control_tokens_of_the_format_have_a_text() -> None:
+    reader = ReplyReader(PlainParser(), preserved={7: b"<tool_call>"})
+    message = ReplyMessage()
+    for event in (TokenEvent(1, b"a\xe2"), TokenEvent(7, b""), TokenEvent(8, b"")):
+        message.add(reader.feed([event]))
+    message.add(reader.finish("stop"))
+    assert message.content == "a\ufffd<tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("tags", "pieces", "n"),
+    [
+        (ThinkingTags(), ["a", "b"], 0),
+        (TAGS, ["a", "<think>", "b"], 0),
+        (TAGS, ["<think>", "a", "b", "</think>", "c"], 4),
+        (TAGS, ["\n", "<th", "ink>", "a</th", "ink>", "c"], 5),
+        (OPEN, ["a", "b", "</think>", "c"], 3),
+        (OPEN, ["a", "b"], 2),
+        (OPEN, ["</think>", "c"], 1),
+    ],
+)
+def test_tokens_of_thinking(tags: ThinkingTags, pieces: list[str], n: int) -> None:
+    reader = ReplyReader(PlainParser(), thinking=tags)
+    read(reader, [[piece.encode()] for piece in pieces])
+    assert reader.reasoning_tokens == n
+
+
+def test_reasons(renderer: ChatRenderer) -> None:
+    reader = reader_of(renderer)
+    read(reader, [[b"hm"]], "length")
+    assert [reader.finish_reason(reason) for reason in ("stop", "length")] == ["stop", "length"]
+    assert reader.finish("length") == Delta()
+    assert not Delta()

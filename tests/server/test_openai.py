@@ -1,0 +1,181 @@
+"""OpenAI's own client against a live server: streams, tools, structured output, errors."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from handset import LINE_BREAK, SCRIPT, write_handset
+from live import serving
+from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
+from pydantic import BaseModel
+
+ARGS = ("--port", "0", "-c", "2048", "-t", "1", "--kvmem-budget", "512",
+        "--kvmem-block-tokens", "32", "--kvmem-gen-reserve", "128", "--alias", "tiny")  # fmt: skip
+LOOK: ChatCompletionToolParam = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    },
+}
+CALL = "278"  # the id of <tool_call> in the tiny vocabulary
+HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
+
+
+def client_of(address: tuple[str, int]) -> OpenAI:
+    base = f"http://{address[0]}:{address[1]}/v1"
+    return OpenAI(base_url=base, api_key="any", timeout=30, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client(tiny_llama: Path) -> Iterator[OpenAI]:
+    """Random words."""
+    with serving("-m", str(tiny_llama), *ARGS) as server, client_of(server.address()) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    """Thinks, answers and calls a tool."""
+    path = write_handset(
+        tmp_path_factory.mktemp("handset") / "chat.gguf", script=SCRIPT[1:], start=LINE_BREAK
+    )
+    with (
+        serving("-m", str(path), *ARGS, "--temp", "0") as server,
+        client_of(server.address()) as client,
+    ):
+        yield client
+
+
+def test_the_script_as_the_client_sees_it(scripted: OpenAI) -> None:
+    reply = scripted.chat.completions.create(model="any", messages=HI, tools=[LOOK])
+    choice = reply.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Of course. One moment.\n"
+    assert choice.message.to_dict()["reasoning_content"] == "I should look it up.\n"
+    assert choice.message.tool_calls is not None
+    [call] = choice.message.tool_calls
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"place": "Oslo"})
+    assert reply.usage is not None and reply.usage.completion_tokens_details is not None
+    assert reply.usage.completion_tokens_details.reasoning_tokens == 3
+    assert reply.model == "tiny"
+
+
+def test_the_clients_own_joining_of_a_stream(scripted: OpenAI) -> None:
+    with scripted.chat.completions.stream(
+        model="any", messages=HI, tools=[LOOK], stream_options={"include_usage": True}
+    ) as stream:
+        kinds = [event.type for event in stream]
+        whole = stream.get_final_completion()
+    assert "tool_calls.function.arguments.done" in kinds
+    message = whole.choices[0].message
+    assert message.content == "Of course. One moment.\n"
+    assert message.tool_calls is not None
+    assert message.tool_calls[0].function.arguments == '{"place":"Oslo"}'
+    assert whole.choices[0].finish_reason == "tool_calls"
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+
+
+def test_a_turn_with_the_tools_answer(scripted: OpenAI) -> None:
+    first = scripted.chat.completions.create(model="any", messages=HI, tools=[LOOK])
+    message = first.choices[0].message
+    assert message.tool_calls is not None
+    answer: ChatCompletionMessageParam = {
+        "role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "It rains."
+    }  # fmt: skip
+    assistant: Any = message.to_dict()
+    second = scripted.chat.completions.create(
+        model="any", messages=[*HI, assistant, answer], tools=[LOOK]
+    )
+    assert first.usage is not None and second.usage is not None
+    cached = second.usage.prompt_tokens_details
+    assert cached is not None and cached.cached_tokens is not None
+    assert cached.cached_tokens > first.usage.prompt_tokens // 2
+    calls = second.choices[0].message.tool_calls
+    assert calls is not None and calls[0].id != message.tool_calls[0].id
+
+
+class Weather(BaseModel):
+    degrees: int
+    sky: Literal["clear", "grey"]
+    windy: bool
+
+
+def test_structured_output(client: OpenAI) -> None:
+    reply = client.chat.completions.parse(
+        model="any",
+        messages=HI,
+        response_format=Weather,
+        max_tokens=200,
+        seed=1,
+        extra_body={"enable_thinking": False},
+    )
+    assert isinstance(reply.choices[0].message.parsed, Weather)
+
+
+def test_logprobs(client: OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model="any", messages=HI, logprobs=True, top_logprobs=2, max_tokens=4, temperature=0,
+        reasoning_effort="none",
+    )  # fmt: skip
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert len(logprobs.content) == 4
+    assert all(len(entry.top_logprobs) == 2 for entry in logprobs.content)
+
+
+def test_temperature_zero_and_seeds(client: OpenAI) -> None:
+    def say(**fields: Any) -> str | None:
+        reply = client.chat.completions.create(
+            model="any", messages=HI, max_tokens=12, reasoning_effort="none", **fields
+        )
+        text: str | None = reply.choices[0].message.content
+        return text
+
+    assert say(temperature=0) == say(temperature=0)
+    assert say(seed=5) == say(seed=5) != say(seed=6)
+
+
+def test_a_call_is_forced(client: OpenAI) -> None:
+    number: ChatCompletionToolParam = {
+        "type": "function",
+        "function": {
+            "name": "count",
+            "parameters": {
+                "type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"],
+            },
+        },
+    }  # fmt: skip
+    reply = client.chat.completions.create(
+        model="any", messages=HI, tools=[number, LOOK], max_tokens=300, seed=2,
+        tool_choice={"type": "function", "function": {"name": "count"}}, reasoning_effort="none",
+        parallel_tool_calls=False, logit_bias={CALL: 100},
+    )  # fmt: skip
+    calls = reply.choices[0].message.tool_calls
+    assert calls is not None and calls[0].type == "function"
+    assert isinstance(json.loads(calls[0].function.arguments)["n"], int)
+
+
+def test_errors_have_the_clients_types(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model="any",
+            messages=HI,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "^a\\!$"}},
+            },
+        )
+    assert caught.value.param == "response_format"
+    assert "pattern at #" in caught.value.message
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": "word " * 2000}]
+        )
+    assert caught.value.type == "exceed_context_size_error"
