@@ -1,6 +1,7 @@
 """The server over the real engine and a tiny model: random words, but true counts."""
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -172,3 +173,13 @@ def test_a_stop_text_of_the_real_tokenizer(client: TestClient) -> None:
     reply = chat(client, user("tell me"), max_tokens=40, ignore_eos=True, stop=[stop])
     assert text_of(reply) == text[: text.index(stop)]
     assert reply["choices"][0]["finish_reason"] == "stop"
+
+
+def test_the_examples_of_the_page_are_answered(client: TestClient, root: Path) -> None:
+    page = (root / "docs" / "server-api.md").read_text()
+    bodies = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    bodies += re.findall(r"chat/completions -d '(.*?)'", page)
+    assert len(bodies) >= 4
+    for body in bodies:
+        response = client.post(CHAT, content=body)
+        assert response.status_code == 200, (body, response.text)
