@@ -1,0 +1,41 @@
+"""`kvmem serve`, started with the flags that llama.cpp's server tests give llama-server."""
+
+import argparse
+import os
+import sys
+
+from flags import parse_flags
+
+
+def main() -> None:
+    command = [sys.executable, "-m", "kvmem", "serve", *kvmem_flags(parse_flags(sys.argv[1:]))]
+    os.execv(command[0], command)
+
+
+def kvmem_flags(flags: argparse.Namespace) -> list[str]:
+    """The same in kvmem's words. What it has no flag for, it does anyway or never.
+
+    llama-server divides `--ctx-size` among its slots; kvmem's `-c` is what one history may have.
+    """
+    window = flags.ctx_size // (1 if flags.kv_unified else flags.parallel)
+    said: dict[str, object] = {
+        "--model": flags.model,
+        "--alias": flags.alias.split(",")[0],
+        "--host": flags.host,
+        "--port": flags.port,
+        "--ctx-size": window,
+        "--batch-size": flags.batch_size,
+        "--threads": flags.threads,
+        "--n-predict": flags.n_predict,
+        "--temp": flags.temp,
+        "--seed": flags.seed,
+        "--api-key": flags.api_key,
+        "--chat-template": flags.chat_template,
+        "--chat-template-file": flags.chat_template_file,
+    }
+    words = [word for name, value in said.items() if value for word in (name, str(value))]
+    return [*words, "--verbose"] if flags.verbose else words
+
+
+if __name__ == "__main__":
+    main()
