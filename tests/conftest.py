@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
+import devices
 import pytest
 
 pytest_plugins = ["models"]  # tiny models
@@ -22,6 +24,15 @@ ROOT = Path(__file__).resolve().parent.parent
 def root() -> Path:
     """The source tree that the tests belong to."""
     return ROOT
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[devices.Device]:
+    """The device that the test's models run on: each test that uses it runs on both."""
+    if request.param == "gpu" and not devices.has_gpu():
+        pytest.skip("this build of llama.cpp shows no GPU; `make test-gpu` builds one that does")
+    with devices.running_on(request.param) as current:
+        yield current
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import devices
 import numpy as np
 from numpy.typing import NDArray
 
@@ -44,7 +45,8 @@ SIZES: dict[str, Any] = {
 def make_config(path: Path, **memory: object) -> EngineConfig:
     """SIZES, changed by ``memory``. One thread: ggml's threads spin, and tests share the cores."""
     return EngineConfig(
-        model=ModelConfig(path=path, n_threads=1), memory=MemoryConfig(**{**SIZES, **memory})
+        model=ModelConfig(path=path, n_gpu_layers=devices.current().n_gpu_layers, n_threads=1),
+        memory=MemoryConfig(**{**SIZES, **memory}),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import devices
 import numpy as np
 from engines import SIZES, Call
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ def stock_context(path: Path, n_seq_max: int = 1, **settings: object) -> Iterato
         "n_ubatch": SIZES["batch_tokens"],
     }
     with (
-        Model(path) as model,
+        Model(path, n_gpu_layers=devices.current().n_gpu_layers) as model,
         Context(model, n_seq_max=n_seq_max, **{**sizes, **settings}) as context,  # type: ignore[arg-type]
     ):
         yield context

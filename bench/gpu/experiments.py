@@ -161,6 +161,7 @@ def transfers(model: Model) -> Iterator[Row]:
 
     gib = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    ceilings = {}
     for name, source, target in (("to device", gib, device), ("to host", device, gib)):
         rates = []
         for _ in range(7):
@@ -169,12 +170,16 @@ def transfers(model: Model) -> Iterator[Row]:
             target.copy_(source, non_blocking=True)
             torch.cuda.synchronize()
             rates.append((1 << 30) / (time.perf_counter() - started) / 1e9)
-        yield {"what": f"pinned copy {name}", "GB/s": statistics.median(rates), "n": len(rates)}
+        ceilings[name] = statistics.median(rates)
+        yield {"what": f"pinned copy {name}", "GB/s": ceilings[name], "n": len(rates)}
     del gib, device
     torch.cuda.empty_cache()
 
-    for way in ("cuda", "generic"):
+    for way, memory in (("cuda", "pinned"), ("cuda", "plain"), ("generic", "pinned")):
         with pool(model, transfer=way, reserve=1) as p:
+            if memory == "plain":
+                p.port.limit_pinned(0)
+            name = f"{way}, {memory} memory"
             n = 288
             rates = []
             p.fake(BLOCK)
@@ -188,27 +193,62 @@ def transfers(model: Model) -> Iterator[Row]:
                 started = time.perf_counter()
                 p.ws.seal()
                 rates.append((n - 1) * p.port.payload_bytes / (time.perf_counter() - started) / 1e9)
-            yield {"what": f"seal, {way}, first (allocates)", "GB/s": rates[0], "n": 1}
             yield {
-                "what": f"seal {n - 1} blocks, {way}",
+                "what": f"seal {n - 1} blocks into new slabs, {name}",
                 "GB/s": statistics.median(rates[1:]),
                 "n": len(rates) - 1,
             }
+            yield from outward(p, name, ceilings["to host"])
             rates, seconds = [], []
             newest = p.ws.n_blocks - 1
             halves = [np.append(np.arange(a, a + n - 1), newest).astype(np.int32) for a in (0, n)]
             p.ws.apply(halves[1])
-            for i in range(8):
+            for i in range(14):
                 started = time.perf_counter()
                 moved = p.ws.apply(halves[i % 2])
                 seconds.append(time.perf_counter() - started)
                 rates.append(moved.bytes_in / seconds[-1] / 1e9)
             yield {
-                "what": f"apply a whole new window of {n - 1} blocks, {way}",
+                "what": f"apply a whole new window of {n - 1} blocks, {name}",
                 "GB/s": statistics.median(rates[2:]),
+                "of the pinned copy": statistics.median(rates[2:]) / ceilings["to device"],
                 "ms": 1e3 * statistics.median(seconds[2:]),
+                "slowest ms": 1e3 * max(seconds[2:]),
                 "n": len(rates) - 2,
             }
+
+
+def outward(p: Pool, name: str, ceiling: float) -> Iterator[Row]:
+    """The newest blocks, dropped from the host and stored again in the same slab: what a seal costs
+    when it allocates nothing. Eight blocks fill while 1,024 tokens are read.
+    """
+
+    def append(n_blocks: int) -> float:
+        if p.ws.room() < n_blocks * BLOCK:
+            p.ws.apply(p.ws.resident()[-1:])
+        p.ws.prepare(n_blocks * BLOCK)
+        p.ws.commit(np.ones(n_blocks * BLOCK, np.int32), positions(p.ws.n_tokens, n_blocks * BLOCK))
+        started = time.perf_counter()
+        p.ws.seal()
+        return time.perf_counter() - started
+
+    p.ws.apply(p.ws.resident()[-1:])
+    per_slab = (64 << 20) // (p.port.payload_bytes + 4096)
+    while p.ws.n_sealed % per_slab != per_slab - 1:
+        append(1)
+    for n_blocks in (1, 8):
+        seconds = []
+        for _ in range(9):
+            p.ws.truncate(p.ws.n_tokens - n_blocks * BLOCK)
+            seconds.append(append(n_blocks))
+        rate = n_blocks * p.port.payload_bytes / statistics.median(seconds) / 1e9
+        yield {
+            "what": f"seal {n_blocks} blocks into a slab that is there, {name}",
+            "GB/s": rate,
+            "of the pinned copy": rate / ceiling,
+            "ms": 1e3 * statistics.median(seconds),
+            "n": len(seconds),
+        }
 
 
 def graphs(model: Model) -> Iterator[Row]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import devices
 import numpy as np
 import pytest
 from engines import random_tokens
@@ -15,6 +16,8 @@ from kvmem.kv.working_set import WorkingSet
 from kvmem.llama.context import Context
 from kvmem.llama.memory import LlamaPort
 from kvmem.llama.model import Model
+
+pytestmark = pytest.mark.usefixtures("device")
 
 BLOCK = 16
 N_SLOTS = 6
@@ -37,7 +40,7 @@ def filled(
 ) -> Iterator[tuple[WorkingSet, list[bytes]]]:
     """N_BLOCKS of history, the newest open, and the bytes that each block had when it was full."""
     with (
-        Model(path) as model,
+        Model(path, n_gpu_layers=devices.current().n_gpu_layers) as model,
         Context(
             model, n_ctx=1024, n_cells=N_SLOTS * BLOCK, block_tokens=BLOCK, n_batch=BLOCK,
             type_k=types[0], type_v=types[1],

@@ -24,6 +24,8 @@ from kvmem.errors import CapacityError, DecodeError
 from kvmem.llama.state import save_state, state_bytes
 from kvmem.llama.template import ChatTemplate
 
+pytestmark = pytest.mark.usefixtures("device")
+
 BLOCK = SIZES["block_tokens"]
 EXACT = {"ordered": True, "type_k": "f16", "type_v": "f16"}
 OTHERS = ["qwen35_64", "qwen35moe"]

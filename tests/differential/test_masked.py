@@ -4,20 +4,24 @@ The reference (stock.replay_masked) keeps all tokens in one sequence of a unifie
 the visible ones to another. Its cells lie elsewhere, so attention adds up in another order, which
 is worth 1e-6 at first. A last bit that rounds otherwise when K and V are stored grows: 4-bit steps
 are coarse, and flash attention sums F16 values of V in F16. The tolerances are some five times what
-was seen over all models and types; one block more or less in sight differs by 0.5 to 9.
+was seen over all models and types; one block more or less in sight differs by 0.5 to 9. On a GPU
+the median is twice what was seen: TF32 products make more bits round otherwise.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import devices
 import numpy as np
 import pytest
 from engines import Call, Recorded, ask, random_tokens, record
 from numpy.typing import NDArray
 from stock import replay_masked, stock_context
 
+pytestmark = pytest.mark.usefixtures("device")
+
 BLOCK = 32
-LARGEST, MEDIAN = 0.5, 0.02
+LARGEST, MEDIAN, MEDIAN_GPU = 0.5, 0.02, 0.25
 """Of the largest difference of a logit: over all calls, and the median of calls."""
 
 KINDS = ["llama", "llama_64", "qwen2", "qwen3", "qwen3_64", "qwen3moe", "smollm3"]
@@ -105,7 +109,7 @@ def check(path: Path, types: tuple[str, str], ordered: bool) -> None:
     found = differences(recorded.calls, path, types)
     assert len(found) > 150
     assert found.max() < LARGEST
-    assert np.median(found) < MEDIAN
+    assert np.median(found) < devices.bound(cpu=MEDIAN, gpu=MEDIAN_GPU)
 
 
 def test_one_wrong_block_is_seen(tiny_llama: Path) -> None:

@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
+import devices
 import gguf
 import numpy as np
 import pytest
@@ -21,14 +22,17 @@ from reference import F64, Weights, embed, llama_layer, project
 from kvmem.engine.memory import TieredMemory
 from kvmem.kv.rope import unrotate
 
+pytestmark = pytest.mark.usefixtures("device")
+
 BLOCK = 128
 N_TOKENS = 6 * BLOCK
 TOLERANCE = {"f16": 2e-4, "q8_0": 1e-3, "q5_0": 8e-3, "q4_0": 1.5e-2}
 INT8 = 6e-3
 """Half a step of 1/127 of a slice's largest value, relative to the RMS of its mean key."""
 
-TAP = 1e-5
-"""RMS of the error of Q over the RMS of Q; it grows with the position, whose angle is a float."""
+TAP, TAP_GPU = 1e-5, 2e-3
+"""RMS of the error of Q over the RMS of Q; it grows with the position, whose angle is a float. On a
+GPU the projection is in TF32 (3e-4 was seen). A rotation that was missed is worth 0.7 and more."""
 
 KINDS = ["llama", "llama_64", "qwen2", "qwen3", "qwen3_64", "qwen35", "qwen35_64"]
 
@@ -97,7 +101,7 @@ def test_stored_keys_give_back_the_projection(
             want = expected[block * BLOCK : (block + 1) * BLOCK]
             got = unrotated_keys(memory, block, 0).astype(np.float64)
             error = rms(got.mean(0) - want.mean(0)) / rms(want)
-            assert error < TOLERANCE[kv_type]
+            assert error < TOLERANCE[kv_type] + devices.bound(cpu=0, gpu=1e-3)
             # a key that is still rotated, or still transformed, is nowhere near
             raw = stored_keys(memory, block, 0).astype(np.float64)
             assert rms(raw - want) / rms(want) > 0.3
@@ -126,7 +130,7 @@ def test_the_tap_gives_back_the_projection(
         query = recorded.session.query(asked, rows)
         got = query.layers[0]
         assert got.shape == (4, 4, expected.shape[2])
-        assert rms(got - expected[rows]) / rms(expected) < TAP
+        assert rms(got - expected[rows]) / rms(expected) < devices.bound(cpu=TAP, gpu=TAP_GPU)
         assert query.tokens.tolist() == [asked[i] for i in rows]
 
 
@@ -143,11 +147,11 @@ def test_each_layer_has_its_own_keys_and_queries(tiny_llama: Path) -> None:
         recorded.session.read(tokens[: 3 * BLOCK])
         got = recorded.session.query(tokens[3 * BLOCK :], [5, 100]).layers[1]
         want = query[[3 * BLOCK + 5, 3 * BLOCK + 100]]
-        assert rms(got - want) / rms(want) < 2e-3
+        assert rms(got - want) / rms(want) < devices.bound(cpu=2e-3, gpu=5e-3)
         for block in range(3):
             want = key[block * BLOCK : (block + 1) * BLOCK]
             got = unrotated_keys(recorded.memory, block, 1)
-            assert rms(got - want) / rms(want) < 2e-3
+            assert rms(got - want) / rms(want) < devices.bound(cpu=2e-3, gpu=5e-3)
 
 
 def test_tapped_rows_are_those_of_batches_and_ubatches(tiny_llama: Path) -> None:
@@ -159,4 +163,4 @@ def test_tapped_rows_are_those_of_batches_and_ubatches(tiny_llama: Path) -> None
         recorded.session.read(random_tokens(300))
         rows = [0, 16, 17, 63, 64, 99, 100, 180, 249]
         got = recorded.session.query(asked, rows).layers[0]
-        assert rms(got - expected[rows]) / rms(expected) < TAP
+        assert rms(got - expected[rows]) / rms(expected) < devices.bound(cpu=TAP, gpu=TAP_GPU)

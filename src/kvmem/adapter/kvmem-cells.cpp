@@ -3,10 +3,11 @@
 
 #include "llama-context.h"
 
+#include <algorithm>
 #include <stdexcept>
-#include <thread>
+#include <string>
 
-static int fail(int status, const char * text) {
+static int fail(int status, const std::string & text) {
     kvmem_set_error(text);
     return status;
 }
@@ -16,18 +17,21 @@ static bool in_range(const kvmem_memory * memory, int64_t cell, uint32_t n) {
 }
 
 void kvmem_memory::flush_clears() {
-    auto & table = cells();
     for (const auto & range : clears) {
-        for (uint32_t i = 0; i < range.second; ++i) {
-            if (!table.is_empty(range.first + i)) {
-                table.seq_rm(range.first + i, 0); // rm() would look through all 256 sequences
-            }
-        }
+        cell_blocks->clear(range.first, range.second);
     }
     clears.clear();
 }
 
+static int fail_lost(const kvmem_memory * memory) {
+    return fail(
+            KVMEM_ERR_DEVICE, "the device was lost (" + memory->lost + "); close the engine and load the model anew");
+}
+
 int kvmem_cells_place(kvmem_memory * memory, const int32_t * cells, uint32_t n) {
+    if (!memory->lost.empty()) {
+        return fail_lost(memory); // llama.cpp would end the process
+    }
     memory->flush_clears();
     for (uint32_t i = 0; i < n; ++i) {
         if (!in_range(memory, cells[i], 1)) {
@@ -42,32 +46,13 @@ int kvmem_cells_place(kvmem_memory * memory, const int32_t * cells, uint32_t n) 
     return KVMEM_OK;
 }
 
-// the caller has checked the range; false if a cell is in use
-static bool publish(kvmem_memory * memory, int32_t cell, const kvmem_cell_meta * meta, uint32_t n) {
-    auto & cells = memory->cells();
-    for (uint32_t i = 0; i < n; ++i) {
-        if (!cells.is_empty(cell + i)) {
-            return false;
-        }
-    }
-    for (uint32_t i = 0; i < n; ++i) {
-        llama_kv_cell_ext ext;
-        ext.x   = meta[i].x;
-        ext.y   = meta[i].y;
-        ext.tok = meta[i].token;
-        cells.pos_set(cell + i, meta[i].pos[0]);
-        cells.ext_set(cell + i, ext);
-        cells.seq_add(cell + i, 0);
-    }
-    return true;
-}
-
 int kvmem_cells_publish(kvmem_memory * memory, int32_t cell, const kvmem_cell_meta * meta, uint32_t n) {
     if (!in_range(memory, cell, n)) {
         return fail(KVMEM_ERR_ARGUMENT, "cells to publish lie outside the cache");
     }
     memory->flush_clears();
-    return publish(memory, cell, meta, n) ? (int) KVMEM_OK : fail(KVMEM_ERR_STATE, "a cell to publish is in use");
+    return memory->cell_blocks->publish(cell, meta, n) ? (int) KVMEM_OK
+                                                       : fail(KVMEM_ERR_STATE, "a cell to publish is in use");
 }
 
 int kvmem_cells_clear(kvmem_memory * memory, int32_t cell, uint32_t n) {
@@ -106,10 +91,11 @@ const char * kvmem_transfer_name(const kvmem_memory * memory) {
 int kvmem_transfer_use(kvmem_memory * memory, const char * name) {
     const std::string wanted = name;
     try {
-        auto way = wanted == "generic" ? kvmem_transfer_generic(memory->pieces())
-                   : wanted == "cuda"  ? kvmem_transfer_cuda(memory->pieces())
-                                       : nullptr;
-        if (!way) {
+        const auto pieces = memory->pieces();
+        auto way = wanted == "generic" ? kvmem_transfer_generic(pieces)
+                                       : kvmem_transfer_make(pieces, memory->attn->get_size() / memory->block_tokens,
+                                                 *memory->slabs);
+        if (wanted != way->name()) {
             return fail(KVMEM_ERR_UNSUPPORTED, "this way of copying is not built, or not possible for this cache");
         }
         memory->transfer = std::move(way);
@@ -119,77 +105,103 @@ int kvmem_transfer_use(kvmem_memory * memory, const char * name) {
     return KVMEM_OK;
 }
 
-// checks the slots, waits for the graphs in flight and runs the copy
+void kvmem_transfer_fail(kvmem_memory * memory, uint32_t n, int loses_device) {
+    memory->fail_at    = n;
+    memory->fail_loses = loses_device != 0;
+}
+
+// checks the slots, waits for the graphs in flight and runs the copy of n blocks
 template <typename F>
-static int transfer(kvmem_memory * memory, const int32_t * slots, uint32_t n, F copy) {
+static int transfer(kvmem_memory * memory, const int32_t * slots, uint32_t n_slots, uint32_t n, F copy) {
     const int64_t block_tokens = memory->block_tokens;
-    for (uint32_t i = 0; i < n; ++i) {
+    if (!memory->lost.empty()) {
+        return fail_lost(memory);
+    }
+    for (uint32_t i = 0; i < n_slots; ++i) {
         if (!in_range(memory, slots[i] * block_tokens, block_tokens)) {
             return fail(KVMEM_ERR_ARGUMENT, "a slot lies outside the cache");
         }
     }
+    std::string error;
     try {
         llama_synchronize(memory->ctx);
-        copy(*memory->transfer);
+        if (memory->fail_at == 0 || memory->fail_at > n) {
+            memory->fail_at -= std::min(memory->fail_at, n);
+            copy(*memory->transfer, n);
+            return KVMEM_OK;
+        }
+        const uint32_t n_done = memory->fail_at - 1;
+        memory->fail_at       = 0;
+        copy(*memory->transfer, n_done);
+        throw kvmem_transfer_error("a test lets this copy fail", memory->fail_loses);
+    } catch (const kvmem_transfer_error & e) {
+        error = e.what();
+        if (e.lost) {
+            memory->lost = error;
+        }
     } catch (const std::exception & e) {
-        return fail(KVMEM_ERR_DEVICE, e.what());
+        error = e.what();
     }
-    return KVMEM_OK;
+    try {
+        memory->transfer->wait(); // nothing may be on its way when the caller repairs
+    } catch (const kvmem_transfer_error & e) {
+        if (e.lost) {
+            memory->lost = e.what();
+        }
+    }
+    return memory->lost.empty() ? fail(KVMEM_ERR_DEVICE, error) : fail_lost(memory);
 }
 
 int kvmem_rows_get(kvmem_memory * memory, const int32_t * slots, uint8_t * const * payloads, uint32_t n) {
-    return transfer(memory, slots, n, [&](kvmem_transfer & way) { way.get(slots, payloads, n); });
+    return transfer(
+            memory, slots, n, n, [&](kvmem_transfer & way, uint32_t n_blocks) { way.get(slots, payloads, n_blocks); });
 }
 
 int kvmem_rows_set(kvmem_memory * memory, const int32_t * slots, const uint8_t * const * payloads, uint32_t n) {
-    return transfer(memory, slots, n, [&](kvmem_transfer & way) { way.set(slots, payloads, n); });
+    return transfer(memory, slots, n, n, [&](kvmem_transfer & way, uint32_t n_blocks) {
+        way.set(slots, payloads, n_blocks);
+        way.wait();
+    });
 }
 
 int kvmem_blocks_in(kvmem_memory * memory, const int32_t * slots, const uint8_t * const * payloads,
         const kvmem_cell_meta * const * meta, uint32_t n) {
-    constexpr uint32_t n_worth_a_thread = 8;
-    const uint32_t     block_tokens     = memory->block_tokens;
-    return transfer(memory, slots, n, [&](kvmem_transfer & way) {
-        bool published = true;
-        auto cells     = [&] {
-            memory->flush_clears();
-            for (uint32_t i = 0; i < n && published; ++i) {
-                published = publish(memory, slots[i] * block_tokens, meta[i], block_tokens);
+    const uint32_t block_tokens = memory->block_tokens;
+    return transfer(memory, slots, n, n, [&](kvmem_transfer & way, uint32_t n_blocks) {
+        way.set(slots, payloads, n_blocks);
+        // while the copies run; nobody decodes before the last of them is there
+        memory->flush_clears();
+        for (uint32_t i = 0; i < n_blocks; ++i) {
+            if (!memory->cell_blocks->publish(slots[i] * block_tokens, meta[i], block_tokens)) {
+                throw std::runtime_error("a cell to publish is in use");
             }
-        };
-        // llama.cpp keeps cells in ordered sets: for a whole window that takes as long as the copies
-        std::thread beside;
-        if (n >= n_worth_a_thread) {
-            beside = std::thread(cells);
         }
-        try {
-            way.set(slots, payloads, n);
-        } catch (...) {
-            if (beside.joinable()) {
-                beside.join();
-            }
-            throw;
-        }
-        if (beside.joinable()) {
-            beside.join();
-        } else {
-            cells();
-        }
-        if (!published) {
-            throw std::runtime_error("a cell to publish is in use");
-        }
+        way.wait();
     });
 }
 
 int kvmem_rows_move(kvmem_memory * memory, int32_t source, int32_t target) {
     const int32_t slots[] = { source, target };
-    return transfer(memory, slots, 2, [&](kvmem_transfer & way) { way.move(source, target); });
+    return transfer(memory, slots, 2, 1, [&](kvmem_transfer & way, uint32_t n_blocks) {
+        if (n_blocks) {
+            way.move(source, target);
+        }
+    });
 }
 
 uint8_t * kvmem_host_alloc(kvmem_memory * memory, size_t bytes) {
-    return memory->transfer->host_alloc(bytes);
+    return memory->slabs->alloc(bytes);
 }
 
 void kvmem_host_free(kvmem_memory * memory, uint8_t * data) {
-    memory->transfer->host_free(data);
+    memory->slabs->free(data);
+}
+
+void kvmem_host_limit_pinned(kvmem_memory * memory, size_t bytes) {
+    memory->slabs->pinned_limit = bytes;
+}
+
+void kvmem_host_bytes(const kvmem_memory * memory, size_t * pinned, size_t * plain) {
+    *pinned = memory->slabs->n_pinned;
+    *plain  = memory->slabs->n_plain;
 }

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
 int kvmem_memory::layer_of(const ggml_tensor * tensor) const {
     if (tensor->op == GGML_OP_CPY) { // flash attention reads F32 K and V through a cast
@@ -32,6 +33,27 @@ int kvmem_memory::layer_of(const ggml_tensor * tensor) const {
     return -1;
 }
 
+// What a node reads. Where that lies on another device, the scheduler has put a copy in its place, without a source but
+// named "<device>#<name>#<n>": then the nearest tensor of that name before `at`, which becomes the place of what was
+// found.
+static const ggml_tensor * find_original(ggml_cgraph * graph, const ggml_tensor * tensor, int & at) {
+    const char * begin = strchr(tensor->name, '#');
+    const char * end   = strrchr(tensor->name, '#');
+    if (tensor->op != GGML_OP_NONE || begin == end) {
+        return tensor;
+    }
+    const std::string name(begin + 1, end);
+    for (int i = at - 1; i >= 0; --i) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        if (name == node->name && ggml_are_same_shape(node, tensor)) {
+            at = i;
+            return node;
+        }
+    }
+    const ggml_tensor * leaf = ggml_graph_get_tensor(graph, name.c_str());
+    return leaf ? leaf : tensor;
+}
+
 // a square input matrix on the way is the Walsh-Hadamard rotation of a quantised cache, see
 // llama_kv_cache::build_input_k_rot
 static bool is_hadamard(const ggml_tensor * matrix) {
@@ -40,37 +62,35 @@ static bool is_hadamard(const ggml_tensor * matrix) {
 
 struct rotation {
     const ggml_tensor * rope     = nullptr; // null: not rotated
+    const ggml_tensor * factors  = nullptr; // of its frequencies
     int32_t             hadamard = 0;
 };
 
-// walks from what the cache or the attention reads back to its RoPE, over operations that only move or scale values
-static rotation find_rotation(const ggml_tensor * tensor) {
+// walks from what node `at` reads, the cache or the attention, back to its RoPE, over operations that only move or
+// scale values
+static rotation find_rotation(ggml_cgraph * graph, const ggml_tensor * tensor, int at) {
     rotation res;
-    for (const ggml_tensor * t = tensor; t; t = t->src[0]) {
+    for (const ggml_tensor * t = tensor; t;) {
+        t = find_original(graph, t, at);
         switch (t->op) {
             case GGML_OP_ROPE:
-                res.rope = t;
+                res.rope    = t;
+                res.factors = t->src[2] ? find_original(graph, t->src[2], at) : nullptr;
                 return res;
             case GGML_OP_MUL_MAT:
-                if (!is_hadamard(t->src[0])) {
+                if (int i = at; res.hadamard || !is_hadamard(find_original(graph, t->src[0], i))) {
                     return res; // a projection: no RoPE on this path
                 }
                 res.hadamard = (int32_t) t->src[0]->ne[0];
                 t            = t->src[1];
-                while (t && (t->op == GGML_OP_VIEW || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_PERMUTE ||
-                                    t->op == GGML_OP_CONT)) {
-                    t = t->src[0];
-                }
-                if (t && t->op == GGML_OP_ROPE) {
-                    res.rope = t;
-                }
-                return res;
+                break;
             case GGML_OP_VIEW:
             case GGML_OP_RESHAPE:
             case GGML_OP_PERMUTE:
             case GGML_OP_CONT:
             case GGML_OP_CPY:
             case GGML_OP_SCALE:
+                t = t->src[0];
                 break;
             default:
                 return res;
@@ -79,8 +99,9 @@ static rotation find_rotation(const ggml_tensor * tensor) {
     return res;
 }
 
-static void read_rope(const ggml_tensor * tensor, kvmem_rope & rope, std::vector<float> & freq_factors) {
-    rope = {};
+static void read_rope(const rotation & found, kvmem_rope & rope, std::vector<float> & freq_factors) {
+    const ggml_tensor * tensor = found.rope;
+    rope                       = {};
     if (!tensor) {
         return;
     }
@@ -97,7 +118,7 @@ static void read_rope(const ggml_tensor * tensor, kvmem_rope & rope, std::vector
     memcpy(&rope.beta_slow, ints + 10, sizeof(float));
     memcpy(rope.sections, ints + 11, sizeof(rope.sections));
     rope.offset = ints[15];
-    if (const ggml_tensor * factors = tensor->src[2]) {
+    if (const ggml_tensor * factors = found.factors) {
         freq_factors.resize(factors->ne[0]);
         ggml_backend_tensor_get(factors, freq_factors.data(), 0, freq_factors.size() * sizeof(float));
         rope.n_freq_factors = (int32_t) freq_factors.size();
@@ -142,9 +163,9 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
         if (node->op == GGML_OP_SET_ROWS) {
             if (const int at = layer_of(node); at >= 0) {
                 auto *         layer = &layers[at];
-                const rotation rot   = find_rotation(node->src[0]);
+                const rotation rot   = find_rotation(graph, node->src[0], i);
                 layer->info.hadamard = rot.hadamard;
-                read_rope(rot.rope, layer->info.rope_k, layer->freq_factors_k);
+                read_rope(rot, layer->info.rope_k, layer->freq_factors_k);
             }
         } else if (node->op == GGML_OP_FLASH_ATTN_EXT) {
             if (const int at = layer_of(node->src[1]); at >= 0) {
@@ -155,7 +176,7 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
                 info.n_head_kv  = (int32_t) node->src[1]->ne[2];
                 info.head_dim_v = (int32_t) node->src[2]->ne[0];
                 memcpy(&info.kq_scale, node->op_params, sizeof(float));
-                read_rope(find_rotation(node->src[0]).rope, info.rope_q, layer->freq_factors_q);
+                read_rope(find_rotation(graph, node->src[0], i), info.rope_q, layer->freq_factors_q);
             }
         }
     }
@@ -170,10 +191,12 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
         layer.info.rope_q.freq_factors = layer.freq_factors_q.data();
         cell_bytes += layer.info.k_row_bytes + layer.info.v_row_bytes;
     }
-    transfer = kvmem_transfer_cuda(pieces());
-    if (!transfer) {
-        transfer = kvmem_transfer_generic(pieces());
-    }
+    const auto all = pieces();
+    const bool pin = std::any_of(
+            all.begin(), all.end(), [](const kvmem_piece & piece) { return kvmem_cuda_device(piece) >= 0; });
+    cell_blocks = std::make_unique<kvmem_cell_blocks>(attn->get_cells_mut(0));
+    slabs       = std::make_unique<kvmem_slabs>(pin);
+    transfer    = kvmem_transfer_make(all, attn->get_size() / block_tokens, *slabs);
 }
 
 std::vector<kvmem_piece> kvmem_memory::pieces() const {

@@ -147,10 +147,6 @@ void kvmem_memory::state_read(llama_io_read_i & io, llama_seq_id seq_id, llama_s
     inner->state_read(io, seq_id, flags);
 }
 
-llama_kv_cells & kvmem_memory::cells() {
-    return attn->get_cells_mut(0);
-}
-
 const llama_kv_cells & kvmem_memory::cells() const {
     return attn->get_cells(0);
 }

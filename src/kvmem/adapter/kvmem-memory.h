@@ -1,6 +1,8 @@
 // llama_memory_i wrapper that owns the stock memory and decides which cells a batch takes.
 #pragma once
 
+#include "kvmem-cell-blocks.h"
+#include "kvmem-slabs.h"
 #include "kvmem.h"
 #include "kvmem-transfer.h"
 
@@ -69,7 +71,6 @@ struct kvmem_memory : public llama_memory_i {
     // forgets the cells that are queued for it
     void flush_clears();
 
-    llama_kv_cells &       cells();
     const llama_kv_cells & cells() const;
 
     std::unique_ptr<llama_memory_i> inner;
@@ -83,11 +84,19 @@ struct kvmem_memory : public llama_memory_i {
     std::vector<std::pair<int32_t, uint32_t>>
              clears;              // (first cell, count) to forget: done beside the copies of kvmem_blocks_in
     uint32_t n_used_at_place = 0; // tells how far a batch has got, also when llama.cpp plans it twice
-    std::unique_ptr<kvmem_transfer> transfer;
-    uint32_t                        block_tokens = 0;
-    size_t                          cell_bytes   = 0; // K and V rows of one cell, all layers
-    kvmem_tap                       tap;
-    bool                            recurrent_valid = true;
+
+    std::unique_ptr<kvmem_cell_blocks> cell_blocks;
+    std::unique_ptr<kvmem_slabs>       slabs;
+    std::unique_ptr<kvmem_transfer>    transfer; // after slabs, which it looks into
+    std::string                        lost;     // why the device can do nothing more
+
+    uint32_t fail_at    = 0; // tests: the block copy to fail, counted from here on; 0 for none
+    bool     fail_loses = false;
+
+    uint32_t  block_tokens = 0;
+    size_t    cell_bytes   = 0; // K and V rows of one cell, all layers
+    kvmem_tap tap;
+    bool      recurrent_valid = true;
 };
 
 void kvmem_set_error(const std::string & text);

@@ -3,9 +3,6 @@
 #include "ggml-backend.h"
 
 #include <algorithm>
-#include <unordered_map>
-
-#include <sys/mman.h>
 
 namespace {
 
@@ -36,6 +33,8 @@ struct generic_transfer : kvmem_transfer {
         }
     }
 
+    void wait() override {}
+
     void move(int32_t source, int32_t target) override {
         for (const auto & piece : pieces) {
             ggml_backend_tensor_get(piece.tensor, scratch.data(), source * piece.bytes, piece.bytes);
@@ -43,38 +42,96 @@ struct generic_transfer : kvmem_transfer {
         }
     }
 
-    // from the system: freed slabs would stay in the arenas of whichever threads had asked for them
-    uint8_t * host_alloc(size_t bytes) override {
-        void * data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (data == MAP_FAILED) {
-            return nullptr;
-        }
-        mapped[data] = bytes;
-        return (uint8_t *) data;
-    }
-
-    void host_free(uint8_t * data) override {
-        auto entry = mapped.find(data);
-        if (entry != mapped.end()) {
-            munmap(data, entry->second);
-            mapped.erase(entry);
-        }
-    }
-
     std::vector<kvmem_piece> pieces;
     std::vector<uint8_t>     scratch; // one piece, for moves
+};
 
-    std::unordered_map<void *, size_t> mapped; // host memory that is lent, and its bytes
+// layers on several devices: each part copies its own bytes of every payload
+struct split_transfer : kvmem_transfer {
+    explicit split_transfer(std::vector<std::unique_ptr<kvmem_transfer>> p) : parts(std::move(p)) {
+        bool all_equal = true;
+        for (const auto & part : parts) {
+            all_equal = all_equal && std::string(part->name()) == parts[0]->name();
+        }
+        text = all_equal ? parts[0]->name() : "cuda+generic";
+    }
+
+    const char * name() const override { return text; }
+
+    void get(const int32_t * slots, uint8_t * const * payloads, uint32_t n) override {
+        for (auto & part : parts) {
+            part->get(slots, payloads, n);
+        }
+    }
+
+    // the last parts copy on the calling thread, so those that only queue go first
+    void set(const int32_t * slots, const uint8_t * const * payloads, uint32_t n) override {
+        for (auto & part : parts) {
+            part->set(slots, payloads, n);
+        }
+    }
+
+    void wait() override {
+        std::unique_ptr<kvmem_transfer_error> error;
+        for (auto & part : parts) {
+            try {
+                part->wait();
+            } catch (const kvmem_transfer_error & e) {
+                error = std::make_unique<kvmem_transfer_error>(e);
+            }
+        }
+        if (error) {
+            throw *error;
+        }
+    }
+
+    void move(int32_t source, int32_t target) override {
+        for (auto & part : parts) {
+            part->move(source, target);
+        }
+    }
+
+    std::vector<std::unique_ptr<kvmem_transfer>> parts;
+    const char *                                 text;
 };
 
 } // namespace
 
-std::unique_ptr<kvmem_transfer> kvmem_transfer_generic(std::vector<kvmem_piece> pieces) {
-    return std::make_unique<generic_transfer>(std::move(pieces));
+std::unique_ptr<kvmem_transfer> kvmem_transfer_generic(const std::vector<kvmem_piece> & pieces) {
+    return std::make_unique<generic_transfer>(pieces);
+}
+
+std::unique_ptr<kvmem_transfer> kvmem_transfer_make(
+        const std::vector<kvmem_piece> & pieces, uint32_t n_slots, const kvmem_slabs & slabs) {
+    std::vector<std::unique_ptr<kvmem_transfer>> parts;
+    std::vector<kvmem_piece>                     others;
+    for (size_t begin = 0, end = 0; begin < pieces.size(); begin = end) {
+        const int device = kvmem_cuda_device(pieces[begin]);
+        while (end < pieces.size() && kvmem_cuda_device(pieces[end]) == device) {
+            ++end;
+        }
+        const std::vector<kvmem_piece> run(pieces.begin() + begin, pieces.begin() + end);
+
+        auto part = device >= 0 ? kvmem_transfer_cuda(run, device, n_slots, slabs) : nullptr;
+        if (part) {
+            parts.push_back(std::move(part));
+        } else {
+            others.insert(others.end(), run.begin(), run.end());
+        }
+    }
+    if (!others.empty()) {
+        parts.push_back(kvmem_transfer_generic(others));
+    }
+    return parts.size() == 1 ? std::move(parts[0]) : std::make_unique<split_transfer>(std::move(parts));
 }
 
 #ifndef KVMEM_CUDA
-std::unique_ptr<kvmem_transfer> kvmem_transfer_cuda(std::vector<kvmem_piece>) {
+int kvmem_cuda_device(const kvmem_piece &) {
+    return -1;
+}
+
+std::unique_ptr<kvmem_transfer> kvmem_transfer_cuda(
+        const std::vector<kvmem_piece> &, int, uint32_t, const kvmem_slabs &) {
     return nullptr;
 }
 #endif

@@ -4,6 +4,7 @@
 #include "kvmem-transfer.h"
 
 #include "ggml-backend.h"
+#include "llama-impl.h"
 
 #include <cuda_runtime.h>
 
@@ -12,14 +13,20 @@
 
 namespace {
 
-constexpr size_t staging_bytes = 64ull << 20; // two of these; larger ones were no faster
-constexpr int    n_staging     = 2;
-constexpr int    n_threads     = 256;
+constexpr size_t   most_staging_bytes = 64ull << 20; // two of these; larger ones were no faster
+constexpr uint32_t n_lanes            = 2;
+constexpr uint32_t n_bounces          = 4; // pinned payloads on the way from and to plain memory
+constexpr int      n_threads          = 256;
+
+// an error that stays when it was read belongs to the device, not to the call
+bool is_device_lost() {
+    cudaGetLastError();
+    return cudaDeviceSynchronize() != cudaSuccess;
+}
 
 void check(cudaError_t status, const char * what) {
     if (status != cudaSuccess) {
-        cudaGetLastError(); // a sticky error would be met again by the next, innocent, call
-        throw kvmem_transfer_error(std::string(what) + ": " + cudaGetErrorString(status));
+        throw kvmem_transfer_error(std::string(what) + ": " + cudaGetErrorString(status), is_device_lost());
     }
 }
 
@@ -46,27 +53,62 @@ __global__ void copy_pieces(
 }
 
 struct cuda_transfer : kvmem_transfer {
-    cuda_transfer(std::vector<kvmem_piece> pieces, int device) : device(device) {
-        check(cudaSetDevice(device), "no CUDA device");
-        std::vector<device_piece> table;
-        for (const auto & piece : pieces) {
-            table.push_back({ (uint8_t *) piece.tensor->data, piece.bytes, piece.offset });
-            payload_bytes = std::max(payload_bytes, piece.offset + piece.bytes);
-        }
-        n_pieces    = (unsigned) table.size();
-        per_staging = (uint32_t) std::max<size_t>(1, staging_bytes / payload_bytes);
-        check(cudaMalloc(&d_pieces, table.size() * sizeof(device_piece)), "no device memory for the piece table");
-        check(cudaMemcpy(d_pieces, table.data(), table.size() * sizeof(device_piece), cudaMemcpyHostToDevice),
-                "piece table");
-        for (auto & lane : lanes) {
-            check(cudaMalloc(&lane.staging, per_staging * payload_bytes), "no device memory for the staging buffers");
-            check(cudaMalloc(&lane.d_slots, per_staging * sizeof(int32_t)), "no device memory for the staging buffers");
-            check(cudaMallocHost(&lane.h_slots, per_staging * sizeof(int32_t)), "no pinned memory for slot numbers");
-            check(cudaStreamCreateWithFlags(&lane.stream, cudaStreamNonBlocking), "no CUDA stream");
+    // one stream with its own staging buffer: while one copies, the other scatters
+    struct lane_t {
+        uint8_t *    staging = nullptr;
+        int32_t *    d_slots = nullptr;
+        int32_t *    h_slots = nullptr;
+        cudaStream_t stream  = nullptr;
+    };
+
+    // a pinned payload, and what it still has to be copied to
+    struct bounce_t {
+        uint8_t *   data   = nullptr;
+        uint8_t *   target = nullptr;
+        cudaEvent_t done   = nullptr;
+        bool        busy   = false;
+    };
+
+    cuda_transfer(const std::vector<kvmem_piece> & pieces, int device, uint32_t n_slots, const kvmem_slabs & slabs)
+        : device(device), n_slots(n_slots), base(pieces[0].offset), n_pieces((unsigned) pieces.size()), slabs(slabs) {
+        try {
+            init(pieces);
+        } catch (const kvmem_transfer_error &) {
+            release();
+            throw;
         }
     }
 
-    ~cuda_transfer() override {
+    ~cuda_transfer() override { release(); }
+
+    void init(const std::vector<kvmem_piece> & pieces) {
+        check(cudaSetDevice(device), "no CUDA device");
+        std::vector<device_piece> table;
+        for (const auto & piece : pieces) {
+            table.push_back({ (uint8_t *) piece.tensor->data, piece.bytes, piece.offset - base });
+            payload_bytes += piece.bytes;
+        }
+        check(cudaMalloc(&d_pieces, table.size() * sizeof(device_piece)), "piece table");
+        check(cudaMemcpy(d_pieces, table.data(), table.size() * sizeof(device_piece), cudaMemcpyHostToDevice),
+                "piece table");
+        for (auto & lane : lanes) {
+            check(cudaMalloc(&lane.d_slots, n_slots * sizeof(int32_t)), "slot numbers");
+            check(cudaMallocHost(&lane.h_slots, n_slots * sizeof(int32_t)), "pinned slot numbers");
+            check(cudaStreamCreateWithFlags(&lane.stream, cudaStreamNonBlocking), "stream");
+        }
+        // a device that is nearly full gets smaller buffers
+        per_staging = (uint32_t) std::max<size_t>(1, std::min<size_t>(most_staging_bytes / payload_bytes, n_slots));
+        while (!alloc_staging()) {
+            if (per_staging == 1) {
+                throw kvmem_transfer_error("staging buffers: out of memory");
+            }
+            per_staging /= 2;
+        }
+        alloc_bounces();
+    }
+
+    void release() {
+        cudaSetDevice(device);
         for (auto & lane : lanes) {
             if (lane.stream) {
                 cudaStreamSynchronize(lane.stream);
@@ -76,121 +118,235 @@ struct cuda_transfer : kvmem_transfer {
             cudaFree(lane.d_slots);
             cudaFreeHost(lane.h_slots);
         }
+        free_bounces();
         cudaFree(d_pieces);
     }
 
     const char * name() const override { return "cuda"; }
 
-    void get(const int32_t * slots, uint8_t * const * payloads, uint32_t n) override {
-        run(n, [&](lane_t & lane, uint32_t begin, uint32_t count) {
-            launch<false>(lane, slots + begin, count);
+    void set(const int32_t * slots, const uint8_t * const * payloads, uint32_t n) override {
+        start(slots, n);
+        for (uint32_t begin = 0, turn = 0; begin < n; begin += per_staging, ++turn) {
+            auto &         lane  = lanes[turn % n_lanes];
+            const uint32_t count = std::min(per_staging, n - begin);
             for (uint32_t i = 0; i < count; ++i) {
-                check(cudaMemcpyAsync(payloads[begin + i], lane.staging + i * payload_bytes, payload_bytes,
-                              cudaMemcpyDeviceToHost, lane.stream),
-                        "copy to the host");
+                copy_in(lane, payloads[begin + i], lane.staging + i * payload_bytes);
             }
-        });
+            launch<true>(lane, begin, count);
+        }
     }
 
-    void set(const int32_t * slots, const uint8_t * const * payloads, uint32_t n) override {
-        run(n, [&](lane_t & lane, uint32_t begin, uint32_t count) {
-            for (uint32_t i = 0; i < count; ++i) {
-                check(cudaMemcpyAsync(lane.staging + i * payload_bytes, payloads[begin + i], payload_bytes,
-                              cudaMemcpyHostToDevice, lane.stream),
-                        "copy to the device");
+    void get(const int32_t * slots, uint8_t * const * payloads, uint32_t n) override {
+        try {
+            start(slots, n);
+            for (uint32_t begin = 0, turn = 0; begin < n; begin += per_staging, ++turn) {
+                auto &         lane  = lanes[turn % n_lanes];
+                const uint32_t count = std::min(per_staging, n - begin);
+                launch<false>(lane, begin, count);
+                for (uint32_t i = 0; i < count; ++i) {
+                    copy_out(lane, lane.staging + i * payload_bytes, payloads[begin + i]);
+                }
             }
-            launch<true>(lane, slots + begin, count);
-        });
+        } catch (const kvmem_transfer_error &) {
+            drain();
+            throw;
+        }
+        wait();
     }
 
     void move(int32_t source, int32_t target) override {
-        run(1, [&](lane_t & lane, uint32_t, uint32_t) {
-            launch<false>(lane, &source, 1);
-            check(cudaStreamSynchronize(lane.stream), "move of a block"); // the slot number's buffer is used again
-            launch<true>(lane, &target, 1);
-        });
-    }
-
-    uint8_t * host_alloc(size_t bytes) override {
-        void * data = nullptr;
-        if (cudaSetDevice(device) != cudaSuccess || cudaHostAlloc(&data, bytes, cudaHostAllocDefault) != cudaSuccess) {
-            cudaGetLastError();
-            return nullptr;
-        }
-        return (uint8_t *) data;
-    }
-
-    void host_free(uint8_t * data) override { cudaFreeHost(data); }
-
-    struct lane_t {
-        uint8_t *    staging = nullptr;
-        int32_t *    d_slots = nullptr;
-        int32_t *    h_slots = nullptr;
-        cudaStream_t stream  = nullptr;
-    };
-
-    // alternates between the lanes, so that one copies while the other scatters; waits for both at the end, also on an
-    // error
-    template <typename F>
-    void run(uint32_t n, F submit) {
-        check(cudaSetDevice(device), "no CUDA device");
-        std::string error;
+        const int32_t slots[] = { source, target };
         try {
-            for (uint32_t begin = 0, turn = 0; begin < n; begin += per_staging, ++turn) {
-                auto & lane = lanes[turn % n_staging];
-                check(cudaStreamSynchronize(lane.stream), "copy of blocks");
-                submit(lane, begin, std::min(per_staging, n - begin));
-            }
-        } catch (const kvmem_transfer_error & e) {
-            error = e.what();
+            start(slots, 2);
+            launch<false>(lanes[0], 0, 1);
+            launch<true>(lanes[0], 1, 1);
+        } catch (const kvmem_transfer_error &) {
+            drain();
+            throw;
         }
+        wait();
+    }
+
+    void wait() override { check(drain(), "copy of blocks"); }
+
+  private:
+    // the slot numbers go to both lanes; nothing is in flight
+    void start(const int32_t * slots, uint32_t n) {
+        if (n > n_slots) {
+            throw kvmem_transfer_error("more blocks than the cache has slots");
+        }
+        check(cudaSetDevice(device), "no CUDA device");
         for (auto & lane : lanes) {
-            const cudaError_t status = cudaStreamSynchronize(lane.stream);
-            if (status != cudaSuccess && error.empty()) {
-                cudaGetLastError();
-                error = std::string("copy of blocks: ") + cudaGetErrorString(status);
-            }
-        }
-        if (!error.empty()) {
-            throw kvmem_transfer_error(error);
+            memcpy(lane.h_slots, slots, n * sizeof(int32_t));
+            check(cudaMemcpyAsync(lane.d_slots, lane.h_slots, n * sizeof(int32_t), cudaMemcpyHostToDevice, lane.stream),
+                    "slot numbers");
         }
     }
 
     template <bool to_cache>
-    void launch(lane_t & lane, const int32_t * slots, uint32_t n) {
-        memcpy(lane.h_slots, slots, n * sizeof(int32_t));
-        check(cudaMemcpyAsync(lane.d_slots, lane.h_slots, n * sizeof(int32_t), cudaMemcpyHostToDevice, lane.stream),
-                "slot numbers");
-        copy_pieces<to_cache>
-                <<<dim3(n, n_pieces), n_threads, 0, lane.stream>>>(d_pieces, lane.d_slots, lane.staging, payload_bytes);
+    void launch(lane_t & lane, uint32_t begin, uint32_t n) {
+        copy_pieces<to_cache><<<dim3(n, n_pieces), n_threads, 0, lane.stream>>>(
+                d_pieces, lane.d_slots + begin, lane.staging, payload_bytes);
         check(cudaGetLastError(), "scatter kernel");
     }
 
-    int            device        = 0;
-    size_t         payload_bytes = 0;
-    unsigned       n_pieces      = 0;
-    uint32_t       per_staging   = 1;
-    device_piece * d_pieces      = nullptr;
-    lane_t         lanes[n_staging];
+    void copy_in(lane_t & lane, const uint8_t * payload, uint8_t * staging) {
+        const uint8_t * source = payload + base;
+        if (!has_bounces || slabs.is_pinned(payload)) {
+            check(cudaMemcpyAsync(staging, source, payload_bytes, cudaMemcpyHostToDevice, lane.stream),
+                    "copy to the device");
+            return;
+        }
+        auto & bounce = next_bounce();
+        memcpy(bounce.data, source, payload_bytes);
+        check(cudaMemcpyAsync(staging, bounce.data, payload_bytes, cudaMemcpyHostToDevice, lane.stream),
+                "copy to the device");
+        mark(bounce, lane);
+    }
+
+    void copy_out(lane_t & lane, const uint8_t * staging, uint8_t * payload) {
+        uint8_t * target = payload + base;
+        if (!has_bounces || slabs.is_pinned(payload)) {
+            check(cudaMemcpyAsync(target, staging, payload_bytes, cudaMemcpyDeviceToHost, lane.stream),
+                    "copy to the host");
+            return;
+        }
+        auto & bounce = next_bounce();
+        check(cudaMemcpyAsync(bounce.data, staging, payload_bytes, cudaMemcpyDeviceToHost, lane.stream),
+                "copy to the host");
+        mark(bounce, lane);
+        bounce.target = target;
+    }
+
+    // the oldest one, once its copy is done
+    bounce_t & next_bounce() {
+        auto & bounce = bounces[turn++ % n_bounces];
+        settle(bounce);
+        return bounce;
+    }
+
+    void mark(bounce_t & bounce, const lane_t & lane) {
+        check(cudaEventRecord(bounce.done, lane.stream), "copy through a pinned buffer");
+        bounce.busy = true;
+    }
+
+    void settle(bounce_t & bounce) {
+        if (bounce.busy) {
+            bounce.busy = false;
+            check(cudaEventSynchronize(bounce.done), "copy through a pinned buffer");
+        }
+        if (bounce.target) {
+            memcpy(bounce.target, bounce.data, payload_bytes);
+            bounce.target = nullptr;
+        }
+    }
+
+    // waits for all that is queued; the first error, which is then no longer pending
+    cudaError_t drain() {
+        cudaError_t first = cudaSetDevice(device);
+        for (auto & lane : lanes) {
+            const cudaError_t status = cudaStreamSynchronize(lane.stream);
+            first                    = first == cudaSuccess ? status : first;
+        }
+        for (auto & bounce : bounces) {
+            bounce.busy = false; // its stream is idle
+            if (first == cudaSuccess && bounce.target) {
+                memcpy(bounce.target, bounce.data, payload_bytes);
+            }
+            bounce.target = nullptr;
+        }
+        return first;
+    }
+
+    bool alloc_staging() {
+        for (auto & lane : lanes) {
+            if (cudaMalloc(&lane.staging, per_staging * payload_bytes) != cudaSuccess) {
+                cudaGetLastError();
+                for (auto & any : lanes) {
+                    cudaFree(any.staging);
+                    any.staging = nullptr;
+                }
+                return false;
+            }
+        }
+        return true;
+    }
+
+    // without them plain memory is copied by the driver's own staging
+    void alloc_bounces() {
+        for (auto & bounce : bounces) {
+            if (cudaMallocHost(&bounce.data, payload_bytes) != cudaSuccess ||
+                    cudaEventCreateWithFlags(&bounce.done, cudaEventDisableTiming) != cudaSuccess) {
+                cudaGetLastError();
+                free_bounces();
+                LLAMA_LOG_WARN("kvmem: no pinned memory for staging; plain memory is copied by the driver\n");
+                return;
+            }
+        }
+        has_bounces = true;
+    }
+
+    void free_bounces() {
+        for (auto & bounce : bounces) {
+            cudaFreeHost(bounce.data);
+            if (bounce.done) {
+                cudaEventDestroy(bounce.done);
+            }
+            bounce = {};
+        }
+    }
+
+    const int           device;
+    const uint32_t      n_slots;
+    const size_t        base;              // where the pieces begin in a payload
+    size_t              payload_bytes = 0; // of these pieces
+    const unsigned      n_pieces;
+    const kvmem_slabs & slabs;
+
+    device_piece * d_pieces    = nullptr;
+    uint32_t       per_staging = 1;
+    lane_t         lanes[n_lanes];
+    bounce_t       bounces[n_bounces];
+    bool           has_bounces = false;
+    uint32_t       turn        = 0;
 };
 
 } // namespace
 
-std::unique_ptr<kvmem_transfer> kvmem_transfer_cuda(std::vector<kvmem_piece> pieces) {
-    int device = -1;
-    for (const auto & piece : pieces) {
-        cudaPointerAttributes attributes = {};
-        if (ggml_backend_buffer_is_host(piece.tensor->buffer) ||
-                cudaPointerGetAttributes(&attributes, piece.tensor->data) != cudaSuccess ||
-                attributes.type != cudaMemoryTypeDevice || (device >= 0 && attributes.device != device)) {
-            cudaGetLastError();
-            return nullptr;
-        }
-        // the kernel moves 16 bytes at a time
-        if (piece.bytes % sizeof(uint4) != 0 || piece.offset % sizeof(uint4) != 0) {
-            return nullptr;
-        }
-        device = attributes.device;
+int kvmem_cuda_device(const kvmem_piece & piece) {
+    cudaPointerAttributes attributes = {};
+    if (ggml_backend_buffer_is_host(piece.tensor->buffer)) {
+        return -1;
     }
-    return std::make_unique<cuda_transfer>(std::move(pieces), device);
+    if (cudaPointerGetAttributes(&attributes, piece.tensor->data) != cudaSuccess) {
+        cudaGetLastError();
+        return -1;
+    }
+    // the kernel moves 16 bytes at a time
+    const bool fits = piece.bytes % sizeof(uint4) == 0 && piece.offset % sizeof(uint4) == 0;
+    return fits && attributes.type == cudaMemoryTypeDevice ? attributes.device : -1;
+}
+
+std::unique_ptr<kvmem_transfer> kvmem_transfer_cuda(
+        const std::vector<kvmem_piece> & pieces, int device, uint32_t n_slots, const kvmem_slabs & slabs) {
+    try {
+        return std::make_unique<cuda_transfer>(pieces, device, n_slots, slabs);
+    } catch (const kvmem_transfer_error & e) {
+        LLAMA_LOG_WARN(
+                "kvmem: blocks are copied by ggml, at a fraction of the rate: CUDA device %d: %s\n", device, e.what());
+        return nullptr;
+    }
+}
+
+uint8_t * kvmem_pinned_alloc(size_t bytes) {
+    void * data = nullptr;
+    if (cudaHostAlloc(&data, bytes, cudaHostAllocPortable) != cudaSuccess) {
+        cudaGetLastError();
+        return nullptr;
+    }
+    return (uint8_t *) data;
+}
+
+void kvmem_pinned_free(uint8_t * data) {
+    cudaFreeHost(data);
 }

@@ -105,15 +105,19 @@ KVMEM_API int    kvmem_rows_set(
 KVMEM_API int kvmem_blocks_in(kvmem_memory * memory, const int32_t * slots, const uint8_t * const * payloads,
         const kvmem_cell_meta * const * meta, uint32_t n);
 KVMEM_API int kvmem_rows_move(kvmem_memory * memory, int32_t source, int32_t target);
-// How rows are copied: "generic" or "cuda"
+// How rows are copied: "generic", "cuda", or "cuda+generic" where some layers are not on a CUDA device
 KVMEM_API const char * kvmem_transfer_name(const kvmem_memory * memory);
-// Choose the way by name, to compare them; host memory of the way before must be freed. Fails with
-// KVMEM_ERR_UNSUPPORTED.
+// Choose the way by name, to compare them. Fails with KVMEM_ERR_UNSUPPORTED.
 KVMEM_API int kvmem_transfer_use(kvmem_memory * memory, const char * name);
-// Host memory that rows are copied fast from and to (pinned beside a GPU); NULL if there is none left. Free it before
-// the context.
+// For tests: the n-th block copy from here on fails, after those before it in the same call were done; 0 for none.
+// loses_device: as an error that the device does not recover from, after which every call but the freeing ones fails.
+KVMEM_API void kvmem_transfer_fail(kvmem_memory * memory, uint32_t n, int loses_device);
+// Host memory for payloads, pinned beside a CUDA device; NULL if there is none left. Free it before the context.
 KVMEM_API uint8_t * kvmem_host_alloc(kvmem_memory * memory, size_t bytes);
 KVMEM_API void      kvmem_host_free(kvmem_memory * memory, uint8_t * data);
+// Most bytes to pin from here on; half of the machine's memory unless set. Beyond it memory is plain.
+KVMEM_API void kvmem_host_limit_pinned(kvmem_memory * memory, size_t bytes);
+KVMEM_API void kvmem_host_bytes(const kvmem_memory * memory, size_t * pinned, size_t * plain);
 
 // the query tap: Q as flash attention reads it (rotated), for chosen tokens of the next llama_decode calls
 

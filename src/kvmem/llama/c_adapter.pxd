@@ -78,8 +78,11 @@ cdef extern from "kvmem.h" nogil:
     int kvmem_rows_move(kvmem_memory *memory, int source, int target)
     const char *kvmem_transfer_name(const kvmem_memory *memory)
     int kvmem_transfer_use(kvmem_memory *memory, const char *name)
+    void kvmem_transfer_fail(kvmem_memory *memory, uint32_t n, int loses_device)
     unsigned char *kvmem_host_alloc(kvmem_memory *memory, size_t n_bytes)
     void kvmem_host_free(kvmem_memory *memory, unsigned char *data)
+    void kvmem_host_limit_pinned(kvmem_memory *memory, size_t n_bytes)
+    void kvmem_host_bytes(const kvmem_memory *memory, size_t *pinned, size_t *plain)
 
     int kvmem_tap_begin(kvmem_memory *memory, const int *layers, uint32_t n_layers, const int *rows,
                         uint32_t n_rows, float *out)

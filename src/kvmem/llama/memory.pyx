@@ -88,6 +88,7 @@ cdef class LlamaPort(DevicePort):
 
     cdef unsigned char *slab_alloc(self, size_t n_bytes) except NULL:
         cdef unsigned char *slab = a.kvmem_host_alloc(self.context.memory(), n_bytes)
+        log.drain()  # it says so when memory is not pinned
         if slab == NULL:
             raise MemoryError(f"no {n_bytes} bytes of host memory")
         return slab
@@ -152,15 +153,35 @@ cdef class LlamaPort(DevicePort):
 
     @property
     def transfer(self):
-        """How rows are copied: "generic" (ggml's copies) or "cuda" (whole records)."""
+        """How rows are copied: "generic" (ggml's copies), "cuda" (whole records), or "cuda+generic"
+        where some layers are not on a CUDA device.
+        """
         return a.kvmem_transfer_name(self.context.memory()).decode()
 
     def use_transfer(self, str name not None):
-        """Copy rows this way from now on; to be called before any host memory is taken.
-
-        Raises TransferError if it is not possible.
-        """
+        """Copy rows this way from now on. Raises TransferError if it is not possible."""
         _check(a.kvmem_transfer_use(self.context.memory(), name.encode()))
+
+    def fail(self, int n, *, bint loses_device=False):
+        """For tests: let the n-th block copy from now on raise TransferError; 0 disarms.
+
+        Copies are the blocks of stage_out, stage_in and bring_in, and moves. loses_device: as an
+        error that the device does not recover from.
+        """
+        if n < 0:
+            raise ValueError(f"n is {n}, but must not be negative")
+        a.kvmem_transfer_fail(self.context.memory(), n, loses_device)
+
+    def limit_pinned(self, size_t n_bytes):
+        """Pin at most this much host memory from now on; what lies beyond is plain memory."""
+        a.kvmem_host_limit_pinned(self.context.memory(), n_bytes)
+
+    def host_bytes(self):
+        """(pinned bytes, plain bytes) of the host memory that is lent for records."""
+        cdef size_t pinned = 0
+        cdef size_t plain = 0
+        a.kvmem_host_bytes(self.context.memory(), &pinned, &plain)
+        return pinned, plain
 
     def device_bytes(self):
         """(bytes of the attention cache, bytes of the recurrent state) on the devices."""

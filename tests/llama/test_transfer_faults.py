@@ -1,0 +1,145 @@
+"""Copies that fail in the middle, on llama.cpp's own cache: no byte is ever wrong.
+
+The rule is that of ArrayPort's tests (docs/memory.md): bytes before names. Here the rows are real
+tensors, so the failing copy leaves real rubbish behind.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import devices
+import numpy as np
+import pytest
+from engines import log_records, random_tokens
+
+from kvmem.engine.memory import text_positions
+from kvmem.errors import TransferError
+from kvmem.kv.budget import HostBudget
+from kvmem.kv.working_set import WorkingSet
+from kvmem.llama.context import Context
+from kvmem.llama.memory import LlamaPort
+from kvmem.llama.model import Model
+
+pytestmark = pytest.mark.usefixtures("device")
+
+BLOCK = 16
+N_BLOCKS = 12
+
+
+class Story:
+    """Twelve blocks, the newest open, of which a few are resident; and what each of them holds."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.port = LlamaPort(context)
+        self.ws = WorkingSet(
+            self.port, block_tokens=BLOCK, budget_blocks=4, reserve_blocks=2, slack_blocks=1,
+            budget=HostBudget(1 << 26), ordered=True,
+        )  # fmt: skip
+        self.contents: list[bytes] = []
+
+    def read(self, n_tokens: int) -> None:
+        start = self.ws.n_tokens
+        tokens = np.array(random_tokens(n_tokens, seed=start), np.int32)
+        pos = text_positions(start, start + n_tokens)
+        self.ws.prepare(n_tokens)
+        self.context.decode(tokens, np.ascontiguousarray(pos[:, 0]), outputs="none")
+        self.ws.commit(tokens, pos)
+        self.contents.append(self.ws.read(self.ws.n_blocks - 1))
+
+    def check(self) -> None:
+        self.ws.check()
+        assert self.port.n_cells_used == self.ws.n_cells_used
+        for block, content in enumerate(self.contents):
+            assert self.ws.read(block) == content, f"block {block}"
+
+
+@contextmanager
+def story(path: Path, pinned_bytes: int | None = None) -> Iterator[Story]:
+    with (
+        Model(path, n_gpu_layers=devices.current().n_gpu_layers) as model,
+        Context(
+            model, n_ctx=1024, n_cells=7 * BLOCK, block_tokens=BLOCK, n_batch=BLOCK,
+            type_k="q8_0", type_v="q8_0",
+        ) as context,
+    ):  # fmt: skip
+        told = Story(context)
+        if pinned_bytes is not None:
+            told.port.limit_pinned(pinned_bytes)
+        for block in range(N_BLOCKS):
+            if told.ws.room() < BLOCK:
+                told.ws.apply(told.ws.resident()[-3:])
+            told.read(BLOCK if block < N_BLOCKS - 1 else 5)
+        told.check()
+        yield told
+        del told.ws  # before the context, whose host memory it holds
+
+
+CALLS: dict[str, tuple[Callable[[Story], object], int]] = {
+    # blocks 9, 10 and 11 are resident, 10 without a copy: one goes out, one moves, three come in
+    # 8, 9, 10 and 11 are resident, all without a copy: three go out, 11 moves, two come in
+    "apply": (lambda told: told.ws.apply([1, 2, 11]), 6),
+    "seal": (lambda told: told.ws.seal(), 3),
+    "truncate": (lambda told: told.ws.truncate(4 * BLOCK), 1),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_copy_that_fails_leaves_every_block_right(name: str, tiny: Callable[..., Path]) -> None:
+    call, n_copies = CALLS[name]
+    n_failed = 0
+    while True:
+        with story(tiny("llama_64")) as told:
+            told.port.fail(n_failed + 1)
+            try:
+                call(told)
+            except TransferError as error:
+                assert "a test lets this copy fail" in str(error)
+            else:
+                break
+            n_failed += 1
+            told.check()
+            call(told)  # the same call may be made again
+            del told.contents[told.ws.n_blocks :]
+            told.check()
+            if told.ws.n_tokens % BLOCK == 0:
+                told.read(BLOCK)
+                told.check()
+    assert n_failed == n_copies
+
+
+def test_a_lost_device_closes_the_session_and_says_so(tiny: Callable[..., Path]) -> None:
+    with story(tiny("llama_64")) as told:
+        told.port.fail(2, loses_device=True)
+        calls: list[Callable[[], object]] = [
+            lambda: told.ws.apply([1, 2, 11]),
+            lambda: told.ws.apply([11]),
+            lambda: told.ws.prepare(1),
+            lambda: told.ws.read(11),
+        ]
+        for call in calls:
+            with pytest.raises(TransferError, match=r"device was lost .* load the model anew"):
+                call()
+        assert told.ws.n_tokens == (N_BLOCKS - 1) * BLOCK + 5
+
+
+def test_records_beyond_the_pinned_limit_are_plain_and_right(tiny: Callable[..., Path]) -> None:
+    """On a GPU this is the way through pinned buffers; on a CPU nothing is ever pinned."""
+    on_gpu = devices.current().name == "gpu"
+    with log_records("kvmem.llama") as records, story(tiny("llama_64"), pinned_bytes=0) as told:
+        pinned, plain = told.port.host_bytes()
+        assert (pinned, plain > 0) == (0, True)
+        for wanted in ([0, 1, 2, 11], [3, 4, 5, 11], [6, 7, 8, 11], [0, 4, 8, 11]):
+            told.ws.apply(wanted)
+            told.check()
+    said = [r.getMessage() for r in records if "plain memory" in r.getMessage()]
+    assert len(said) == on_gpu
+
+
+def test_host_memory_is_pinned_beside_a_gpu_alone(tiny: Callable[..., Path]) -> None:
+    with story(tiny("llama_64")) as told:
+        pinned, plain = told.port.host_bytes()
+        on_gpu = devices.current().name == "gpu"
+        assert (pinned > 0, plain > 0) == (on_gpu, not on_gpu)
+        assert told.port.transfer == ("cuda" if on_gpu else "generic")
