@@ -38,6 +38,20 @@ class Script:
     release: threading.Event = field(default_factory=threading.Event)
 
 
+class FakeTokenizer:
+    """Each byte is a token, and 256 is what the model wants at the start."""
+
+    n_tokens = 257
+
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = True
+    ) -> list[int]:
+        return [256] * add_special + list(text.encode())
+
+    def piece(self, token: int, *, special: bool = True) -> bytes:
+        return b"<s>" if token == 256 else bytes([token])
+
+
 class FakeBackend:
     """Each generation plays the next script, or the last again.
 
@@ -49,6 +63,7 @@ class FakeBackend:
         self, *scripts: Script, n_ctx: int = 64, renderer: ChatRenderer | None = None
     ) -> None:
         self.n_ctx = n_ctx
+        self.tokenizer = FakeTokenizer()
         self._renderer = renderer
         self.scripts = list(scripts) or [Script()]
         self.requests: list[ChatRequest] = []

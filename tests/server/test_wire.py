@@ -243,7 +243,7 @@ def test_http_faults_are_json() -> None:
 
 
 def test_a_body_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmem.server.routes.MAX_BODY_BYTES", 10)
+    monkeypatch.setattr("kvmem.server.body.MAX_BODY_BYTES", 10)
     assert post(FakeBackend()).status_code == 413
 
 

@@ -20,6 +20,7 @@ from kvmem.errors import KvmemError
 from kvmem.server.backend import Backend
 from kvmem.server.errors import error_response, http_error_response
 from kvmem.server.routes import OPEN_PATHS, Api
+from kvmem.server.tokens import TokenApi
 from kvmem.server.worker import EngineWorker, Load
 
 __all__ = ["create_app"]
@@ -43,7 +44,9 @@ def create_app(
     worker = EngineWorker(
         load, queue_limit=config.queue_limit, on_ready=on_ready, on_failure=on_failure
     )
-    api = Api(worker, config.alias or "kvmem", defaults or RequestDefaults())
+    defaults = defaults or RequestDefaults()
+    api = Api(worker, config.alias or "kvmem", defaults)
+    tokens = TokenApi(worker, defaults)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -54,7 +57,7 @@ def create_app(
             await run_in_threadpool(worker.stop)
 
     return Starlette(
-        routes=api.routes(),
+        routes=[*api.routes(), *tokens.routes()],
         middleware=[Middleware(ApiKeys, keys=config.api_keys)],
         exception_handlers={
             KvmemError: _on_kvmem_error,

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from kvmem.chat.render import ChatRenderer, RenderedChat
 from kvmem.chat.request import ChatRequest
+from kvmem.chat.text import Tokenizer
 from kvmem.config import EngineConfig
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Event
@@ -17,10 +18,12 @@ __all__ = ["Backend", "EngineBackend"]
 
 
 class Backend(Protocol):
-    """`render` may run in any thread, at any time; `generate` in one thread, one call at a time."""
+    """`generate` runs in one thread, one call at a time; all else in any thread, at any time."""
 
     @property
     def n_ctx(self) -> int: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
     def render(self, request: ChatRequest) -> RenderedChat: ...
     def generate(
         self, prompt: Prompt, params: GenerateParams, cancel: CancelToken
@@ -51,6 +54,10 @@ class EngineBackend:
     @property
     def n_ctx(self) -> int:
         return self._engine.n_ctx
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.vocab
 
     def render(self, request: ChatRequest) -> RenderedChat:
         return self._renderer.render(request)

@@ -1,16 +1,13 @@
 """The endpoints: /health, /v1/models, /v1/chat/completions, each also without /v1."""
 
-import json
-from typing import Any
-
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvmem.chat.request import RequestDefaults, parse_chat_request
-from kvmem.errors import ContextLengthError, RequestError
+from kvmem.errors import ContextLengthError
+from kvmem.server.body import read_json
 from kvmem.server.reply import EventStream, cancel_on_disconnect, first_event, read_whole
 from kvmem.server.sse import ReplyShape
 from kvmem.server.worker import EngineWorker
@@ -18,8 +15,6 @@ from kvmem.server.worker import EngineWorker
 __all__ = ["OPEN_PATHS", "Api"]
 
 OPEN_PATHS = ("/health", "/v1/health")  # need no key
-
-MAX_BODY_BYTES = 64 << 20
 
 
 class Api:
@@ -62,7 +57,7 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         """A chat completion, whole or streamed. The client's `model` is not looked at."""
-        body = await _read_json(request)
+        body = await read_json(request)
         backend = self._worker.backend
         asked = parse_chat_request(body, self._defaults)
         rendered = await run_in_threadpool(backend.render, asked)
@@ -81,15 +76,3 @@ class Api:
         async with generation, cancel_on_disconnect(request, generation):
             reply = await read_whole(generation, reader)
         return JSONResponse(shape.whole(reply, reader))
-
-
-async def _read_json(request: Request) -> Any:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON: {error}") from None

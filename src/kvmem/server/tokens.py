@@ -1,0 +1,84 @@
+"""Endpoints that count and show tokens: nothing is generated, so they answer at any time."""
+
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvmem.chat.fields import FieldError, read_bool, read_list
+from kvmem.chat.request import RequestDefaults, parse_chat_request
+from kvmem.chat.text import read_mixed_text, tokenize_mixed
+from kvmem.server.body import read_json, read_object_body
+from kvmem.server.worker import EngineWorker
+
+__all__ = ["TokenApi"]
+
+
+class TokenApi:
+    """The handlers, and what they share."""
+
+    def __init__(self, worker: EngineWorker, defaults: RequestDefaults) -> None:
+        self._worker = worker
+        self._defaults = defaults
+
+    def routes(self) -> list[Route]:
+        table = (
+            ("/tokenize", self.tokenize),
+            ("/detokenize", self.detokenize),
+            ("/apply-template", self.apply_template),
+            ("/chat/completions/input_tokens", self.count),
+            ("/v1/chat/completions/input_tokens", self.count),
+        )
+        return [Route(path, handler, methods=["POST"]) for path, handler in table]
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of `content`; with `with_pieces`, beside their texts."""
+        body = await read_object_body(request)
+        tokenizer = self._worker.backend.tokenizer
+        if body.get("content") is None:
+            return JSONResponse({"tokens": []})
+        special = read_bool(body, "parse_special")
+        tokens = await run_in_threadpool(
+            tokenize_mixed,
+            read_mixed_text(body["content"], "content"),
+            tokenizer,
+            add_special=read_bool(body, "add_special") or False,
+            parse_special=special is not False,
+        )
+        if not read_bool(body, "with_pieces"):
+            return JSONResponse({"tokens": tokens})
+        shown = [{"id": token, "piece": _shown(tokenizer.piece(token))} for token in tokens]
+        return JSONResponse({"tokens": shown})
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of `tokens`."""
+        body = await read_object_body(request)
+        tokenizer = self._worker.backend.tokenizer
+        tokens = read_list(body, "tokens") or []
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+            raise FieldError("tokens", "must be a list of token ids")
+        pieces = [tokenizer.piece(token) for token in tokens]
+        return JSONResponse({"content": b"".join(pieces).decode("utf-8", "replace")})
+
+    async def apply_template(self, request: Request) -> Response:
+        """The prompt that a chat request would give, as text."""
+        asked = parse_chat_request(await read_json(request), self._defaults)
+        rendered = await run_in_threadpool(self._worker.backend.render, asked)
+        return JSONResponse({"prompt": rendered.text})
+
+    async def count(self, request: Request) -> Response:
+        """How many tokens the prompt of a chat request has, as `usage` would count them."""
+        asked = parse_chat_request(await read_json(request), self._defaults)
+        rendered = await run_in_threadpool(self._worker.backend.render, asked)
+        n_tokens = len(rendered.prompt.tokens)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": n_tokens})
+
+
+def _shown(piece: bytes) -> Any:
+    """As text, or as a list of bytes where it is no UTF-8."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)

@@ -1,0 +1,105 @@
+"""Endpoints that count and show tokens, against a tokenizer of bytes and a real model's."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_fake import FakeBackend, app_of, until
+from starlette.testclient import TestClient
+
+from kvmem.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
+from kvmem.server.app import create_app
+from kvmem.server.backend import EngineBackend
+
+MESSAGES = [{"role": "user", "content": "What is the sea?"}]
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[TestClient]:
+    with TestClient(app_of(FakeBackend()), raise_server_exceptions=False) as client:
+        until(lambda: client.get("/health").status_code == 200)
+        yield client
+
+
+@pytest.fixture(scope="module")
+def real(tiny_llama: Path) -> Iterator[TestClient]:
+    config = EngineConfig(
+        model=ModelConfig(path=tiny_llama, n_threads=1), memory=MemoryConfig(workspace_tokens=512)
+    )
+    app = create_app(lambda _: EngineBackend(config), ServerConfig(alias="tiny"))
+    with TestClient(app) as client:
+        until(lambda: client.get("/health").status_code == 200)
+        yield client
+
+
+def answer(client: TestClient, path: str, **body: Any) -> dict[str, Any]:
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    result: dict[str, Any] = response.json()
+    return result
+
+
+def test_text_becomes_tokens(fake: TestClient) -> None:
+    assert answer(fake, "/tokenize", content="ab") == {"tokens": [97, 98]}
+    assert answer(fake, "/tokenize", content="ab", add_special=True) == {"tokens": [256, 97, 98]}
+    assert answer(fake, "/tokenize") == {"tokens": []}
+
+
+def test_text_and_token_ids_may_be_mixed(fake: TestClient) -> None:
+    body = {"content": [7, "a", 8, "b"], "add_special": True}
+    # what stands in front of a text is only wanted where the text stands first
+    assert answer(fake, "/tokenize", **body) == {"tokens": [7, 97, 8, 98]}
+
+
+def test_a_piece_that_is_no_text_is_shown_as_bytes(fake: TestClient) -> None:
+    tokens = answer(fake, "/tokenize", content="aé", with_pieces=True)["tokens"]
+    assert tokens == [
+        {"id": 97, "piece": "a"}, {"id": 0xC3, "piece": [0xC3]}, {"id": 0xA9, "piece": [0xA9]}
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/tokenize", {"content": 3.5}, "content"),
+        ("/tokenize", {"content": ["a", True]}, "content"),
+        ("/tokenize", {"content": [257]}, "257"),
+        ("/tokenize", {"content": "a", "with_pieces": "yes"}, "with_pieces"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens"),
+        ("/apply-template", {}, "messages"),
+        ("/v1/chat/completions/input_tokens", {}, "messages"),
+    ],
+)
+def test_a_wrong_field_is_named(
+    fake: TestClient, path: str, body: dict[str, Any], named: str
+) -> None:
+    response = fake.post(path, json=body)
+    assert response.status_code == 400
+    assert named in response.json()["error"]["message"]
+
+
+def test_a_body_must_be_an_object(fake: TestClient) -> None:
+    assert fake.post("/tokenize", json=[1]).status_code == 400
+
+
+def test_a_text_survives_the_way_there_and_back(real: TestClient) -> None:
+    text = "the sea 媽 and 🤗"
+    tokens = answer(real, "/tokenize", content=text)["tokens"]
+    assert answer(real, "/detokenize", tokens=tokens) == {"content": text}
+    outside = real.post("/detokenize", json={"tokens": [10**6]})
+    assert outside.status_code == 400
+
+
+def test_the_count_is_what_a_reply_reports(real: TestClient) -> None:
+    counted = answer(real, "/v1/chat/completions/input_tokens", messages=MESSAGES)
+    reply = answer(real, "/v1/chat/completions", messages=MESSAGES, max_tokens=1)
+    assert counted["input_tokens"] == reply["usage"]["prompt_tokens"]
+
+
+def test_the_prompt_of_a_chat_is_shown(real: TestClient) -> None:
+    prompt = answer(real, "/apply-template", messages=MESSAGES)["prompt"]
+    assert "<|im_start|>user\nWhat is the sea?<|im_end|>" in prompt
+    assert "<|im_start|>assistant" in prompt
+    bare = answer(real, "/apply-template", messages=MESSAGES, add_generation_prompt=False)
+    assert prompt.startswith(bare["prompt"]) and len(bare["prompt"]) < len(prompt)
