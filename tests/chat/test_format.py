@@ -233,6 +233,11 @@ def test_tools_of_other_types_are_left_out_with_a_note(vocab: Vocab) -> None:
             "of f cannot be used: JSON schema error at #/properties/a: cannot resolve",
         ),
         ({"continue_final_message": True}, "continue_final_message", "needs an assistant message"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "exclude each other",
+        ),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
     ],
@@ -287,7 +292,9 @@ def test_a_reply_that_is_continued(vocab: Vocab) -> None:
     said = [user("hi"), message("assistant", "Once upon")]
     rendered = render(vocab, *said, continue_final_message=True, enable_thinking=False)
     assert rendered.text.endswith("Once upon")
-    assert render(vocab, *said).text.count("assistant\n") == 2
+    assert render(vocab, *said, enable_thinking=False).text == rendered.text
+    for anew in ({"continue_final_message": False}, {"add_generation_prompt": True}):
+        assert render(vocab, *said, **anew).text.count("assistant\n") == 2
 
 
 def test_messages_that_no_template_can_read_are_a_request_error(vocab: Vocab) -> None:

@@ -1,6 +1,7 @@
 """What goes over the wire, byte for byte where clients care, against a scripted engine."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ def test_a_whole_reply() -> None:
     assert response.status_code == 200
     assert body.pop("id").startswith("chatcmpl-")
     assert isinstance(body.pop("created"), int)
+    assert re.fullmatch(r"b\d+-kvmem", body.pop("system_fingerprint"))
     assert body == {
         "object": "chat.completion",
         "model": "tiny",

@@ -1,5 +1,6 @@
 #include "kvmem-guard.h"
 
+#include "build-info.h"
 #include "log.h"
 
 #include <cstdlib>
@@ -30,6 +31,10 @@ void kvmem_guard_silence_log() noexcept {
         return true;
     }();
     (void) once;
+}
+
+int kvmem_bridge_build_number(void) {
+    return llama_build_number();
 }
 
 const char * kvmem_bridge_last_error(void) {

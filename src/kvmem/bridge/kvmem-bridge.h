@@ -33,6 +33,9 @@ typedef struct kvmem_chat    kvmem_chat;
 typedef struct kvmem_reply   kvmem_reply;
 typedef struct kvmem_sampler kvmem_sampler;
 
+// llama.cpp's build number; 0 where it was built from a checkout of one's own
+KVMEM_BRIDGE_API int kvmem_bridge_build_number(void);
+
 // why the last call of this thread failed; valid until the next call of the thread
 KVMEM_BRIDGE_API const char * kvmem_bridge_last_error(void);
 

@@ -177,15 +177,30 @@ def _read_logprobs(body: dict[str, Any]) -> int | None:
 
 
 def _read_continues(body: dict[str, Any], messages: tuple[Message, ...]) -> bool | str:
+    """As llama-server: a message of the assistant at the end is one to go on with."""
     name = "continue_final_message"
     value = body.get(name)
+    begins_anew = read_bool(body, "add_generation_prompt")
+    if value is None and begins_anew is None:
+        return _ends_with_prefill(messages)
     if value is None or value is False:
         return False
+    if begins_anew:
+        raise FieldError(name, "and add_generation_prompt exclude each other: set one")
     if value is not True and value not in ("content", "reasoning_content"):
         raise FieldError(name, 'must be true, false, "content" or "reasoning_content"')
     if messages[-1].role != "assistant" or messages[-1].tool_calls:
         raise FieldError(name, "needs an assistant message without tool calls at the end")
     return bool(value) if value is True else str(value)
+
+
+def _ends_with_prefill(messages: tuple[Message, ...]) -> bool:
+    last = messages[-1]
+    if last.role != "assistant" or last.tool_calls:
+        return False
+    if len(messages) > 1 and messages[-2].role == "assistant":
+        raise FieldError("messages", "end with two of the assistant: join them")
+    return True
 
 
 def _read_max_tokens(body: dict[str, Any], default: int | None) -> int | None:

@@ -19,6 +19,7 @@ cdef extern from "kvmem-bridge.h" nogil:
     cdef struct kvmem_reply
     cdef struct kvmem_sampler
 
+    int kvmem_bridge_build_number()
     const char *kvmem_bridge_last_error()
     void kvmem_bridge_text_free(char *text)
 

@@ -5,11 +5,12 @@ from pathlib import Path
 from threading import Lock
 
 from kvmem.errors import EngineError
+from kvmem.llama cimport c_bridge
 from kvmem.llama cimport c_llama as c
 from kvmem.llama import log
 from kvmem.llama.backends import choose_backends
 
-__all__ = ["KV_TYPES", "devices", "ensure_started", "system_info"]
+__all__ = ["KV_TYPES", "build_number", "devices", "ensure_started", "system_info"]
 
 # name -> ggml_type: the KV types that kvmem offers
 KV_TYPES = {
@@ -71,6 +72,11 @@ def devices():
         description = c.ggml_backend_dev_description(device).decode()
         found.append((name, description, kind, free, total))
     return found
+
+
+def build_number():
+    """llama.cpp's build number; 0 where it was built from a checkout of one's own."""
+    return c_bridge.kvmem_bridge_build_number()
 
 
 def system_info():

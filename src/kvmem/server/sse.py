@@ -5,17 +5,34 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from kvmem.chat.reply import CallDelta, Delta, ReplyMessage, ReplyReader
 from kvmem.engine.events import Done
 from kvmem.engine.logprobs import TokenLogprob, TokenLogprobs
 from kvmem.engine.stats import RequestStats
+from kvmem.llama.runtime import build_number
 
-__all__ = ["COMMENT", "END", "Reply", "ReplyShape", "encode", "timings_of", "usage_of"]
+__all__ = [
+    "COMMENT",
+    "END",
+    "Reply",
+    "ReplyShape",
+    "encode",
+    "fingerprint",
+    "timings_of",
+    "usage_of",
+]
 
 COMMENT = b":\n\n"
 END = b"data: [DONE]\n\n"
+
+
+@cache
+def fingerprint() -> str:
+    """What OpenAI calls `system_fingerprint`: as llama-server has it, the build of llama.cpp."""
+    return f"b{build_number()}-kvmem"
 
 
 def encode(body: dict[str, Any]) -> bytes:
@@ -132,7 +149,13 @@ class ReplyShape:
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": fingerprint(),
+        }
 
     def _tail(self, done: Done, reader: ReplyReader) -> dict[str, Any]:
         tail: dict[str, Any] = {"timings": timings_of(done.stats)}
