@@ -63,40 +63,80 @@ static bool is_hadamard(const ggml_tensor * matrix) {
 struct rotation {
     const ggml_tensor * rope     = nullptr; // null: not rotated
     const ggml_tensor * factors  = nullptr; // of its frequencies
+    int32_t             offset   = 0;       // where in a head the rotated part begins
     int32_t             hadamard = 0;
 };
 
-// walks from what node `at` reads, the cache or the attention, back to its RoPE, over operations that only move or
-// scale values
+// one factor a token, such as an attention temperature that grows with the position: it commutes with a rotation
+static bool is_token_scale(const ggml_tensor * tensor) {
+    return (tensor->flags & GGML_TENSOR_FLAG_INPUT) && tensor->ne[0] == 1 && tensor->ne[1] == 1;
+}
+
+// whether a RoPE lies between what node `at` reads and the projections that it was made of
+static bool has_rope(ggml_cgraph * graph, const ggml_tensor * tensor, int at) {
+    const ggml_tensor * t = find_original(graph, tensor, at);
+    if (t->op == GGML_OP_NONE || t->op == GGML_OP_MUL_MAT || t->op == GGML_OP_MUL_MAT_ID || t->op == GGML_OP_GET_ROWS) {
+        return false;
+    }
+    return t->op == GGML_OP_ROPE || std::any_of(t->src, t->src + GGML_MAX_SRC,
+                                            [=](const ggml_tensor * src) { return src && has_rope(graph, src, at); });
+}
+
+// walks from what node `at` reads, the cache or the attention, back to its RoPE, over operations that a rotation
+// commutes with; throws if it is behind another
 static rotation find_rotation(ggml_cgraph * graph, const ggml_tensor * tensor, int at) {
     rotation res;
-    for (const ggml_tensor * t = tensor; t;) {
-        t = find_original(graph, t, at);
+    for (const ggml_tensor * t = tensor;;) {
+        t                    = find_original(graph, t, at);
+        const auto src_of_op = [&](int i) {
+            int from = at;
+            return find_original(graph, t->src[i], from);
+        };
         switch (t->op) {
             case GGML_OP_ROPE:
                 res.rope    = t;
-                res.factors = t->src[2] ? find_original(graph, t->src[2], at) : nullptr;
+                res.factors = t->src[2] ? src_of_op(2) : nullptr;
                 return res;
-            case GGML_OP_MUL_MAT:
-                if (int i = at; res.hadamard || !is_hadamard(find_original(graph, t->src[0], i))) {
-                    return res; // a projection: no RoPE on this path
-                }
-                res.hadamard = (int32_t) t->src[0]->ne[0];
-                t            = t->src[1];
-                break;
             case GGML_OP_VIEW:
             case GGML_OP_RESHAPE:
             case GGML_OP_PERMUTE:
             case GGML_OP_CONT:
             case GGML_OP_CPY:
+            case GGML_OP_REPEAT:
             case GGML_OP_SCALE:
                 t = t->src[0];
+                continue;
+            case GGML_OP_MUL:
+                if (is_token_scale(src_of_op(1))) {
+                    t = t->src[0];
+                    continue;
+                }
                 break;
+            case GGML_OP_MUL_MAT:
+                if (!res.hadamard && is_hadamard(src_of_op(0))) {
+                    res.hadamard = (int32_t) t->src[0]->ne[0];
+                    t            = t->src[1];
+                    continue;
+                }
+                break;
+            case GGML_OP_CONCAT: { // a head of a part that is rotated and one that is not
+                const bool second = has_rope(graph, t->src[1], at);
+                if (((const int32_t *) t->op_params)[0] == 0 && has_rope(graph, t->src[0], at) != second) {
+                    res.offset += second ? (int32_t) t->src[0]->ne[0] : 0;
+                    t = t->src[second];
+                    continue;
+                }
+                break;
+            }
             default:
-                return res;
+                break;
         }
+        if (has_rope(graph, t, at)) {
+            throw std::runtime_error(
+                    std::string("its keys or queries are changed after their rotation, by ") + ggml_op_desc(t));
+        }
+        return res; // a projection: no RoPE on this path
     }
-    return res;
 }
 
 static void read_rope(const rotation & found, kvmem_rope & rope, std::vector<float> & freq_factors) {
@@ -117,7 +157,7 @@ static void read_rope(const rotation & found, kvmem_rope & rope, std::vector<flo
     memcpy(&rope.beta_fast, ints + 9, sizeof(float));
     memcpy(&rope.beta_slow, ints + 10, sizeof(float));
     memcpy(rope.sections, ints + 11, sizeof(rope.sections));
-    rope.offset = ints[15];
+    rope.offset = ints[15] + found.offset;
     if (const ggml_tensor * factors = found.factors) {
         freq_factors.resize(factors->ne[0]);
         ggml_backend_tensor_get(factors, freq_factors.data(), 0, freq_factors.size() * sizeof(float));

@@ -1,12 +1,18 @@
 #include "kvmem-memory.h"
 
 #include "llama-ext.h"
+#include "llama-kv-cache-dsa-iswa.h"
+#include "llama-kv-cache-dsa.h"
+#include "llama-kv-cache-dsv4.h"
 #include "llama-kv-cache-iswa.h"
-#include "llama-memory-hybrid.h"
+#include "llama-kv-cache-msa.h"
+#include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
 #include "llama-model.h"
 
 #include <stdexcept>
+#include <typeinfo>
 
 static thread_local std::string last_error;
 
@@ -22,23 +28,42 @@ const char * kvmem_last_error(void) {
 // kvmem_memory
 //
 
-kvmem_memory::kvmem_memory(std::unique_ptr<llama_memory_i> owned) : inner(std::move(owned)) {
-    llama_memory_i * mem = inner.get();
-    if (dynamic_cast<llama_kv_cache_iswa *>(mem) || dynamic_cast<llama_memory_hybrid_iswa *>(mem)) {
-        throw std::runtime_error("sliding-window layers keep a second cache whose cells cannot be placed");
+// Why this kind of memory cannot be tiered
+static const char * refusal_of(const std::type_info & kind) {
+    if (kind == typeid(llama_kv_cache_iswa) || kind == typeid(llama_memory_hybrid_iswa)) {
+        return "sliding-window layers keep a second cache whose cells cannot be placed";
     }
-    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(mem)) {
-        attn = hybrid->get_mem_attn();
-        recr = hybrid->get_mem_recr();
-    } else if (auto * cache = dynamic_cast<llama_kv_cache *>(mem)) {
-        attn = cache;
-    } else if (dynamic_cast<llama_memory_recurrent *>(mem)) {
-        throw std::runtime_error("a purely recurrent model has no KV blocks to tier");
+    if (kind == typeid(llama_memory_recurrent)) {
+        return "a purely recurrent model has no KV blocks to tier";
+    }
+    // an index has a cell for each cell of K and V, or for each group of them, and chooses which ones attention reads
+    if (kind == typeid(llama_kv_cache_msa)) {
+        return "an MSA cache mirrors the cells of K and V in an index, which would go wrong if they moved";
+    }
+    if (kind == typeid(llama_kv_cache_dsa) || kind == typeid(llama_kv_cache_dsa_iswa)) {
+        return "a DSA cache mirrors the cells of its latent K in an index, which would go wrong if they moved";
+    }
+    if (kind == typeid(llama_kv_cache_dsv4)) {
+        return "a DSV4 cache compresses groups of tokens into K of their own, which no block of tokens holds";
+    }
+    if (kind == typeid(llama_memory_hybrid_idx)) {
+        return "a hybrid cache with an index mirrors the cells of K and V there, which would go wrong if they moved";
+    }
+    return "llama.cpp keeps its history in a kind of cache that kvmem does not know";
+}
+
+kvmem_memory::kvmem_memory(std::unique_ptr<llama_memory_i> owned) : inner(std::move(owned)) {
+    // exactly these two: a class derived from one of them keeps more than what is moved here
+    llama_memory_i *       mem  = inner.get();
+    const std::type_info & kind = typeid(*mem);
+    if (kind == typeid(llama_memory_hybrid)) {
+        auto * hybrid = static_cast<llama_memory_hybrid *>(mem);
+        attn          = hybrid->get_mem_attn();
+        recr          = hybrid->get_mem_recr();
+    } else if (kind == typeid(llama_kv_cache)) {
+        attn = static_cast<llama_kv_cache *>(mem);
     } else {
-        // MSA, DSA, DSV4 and the hybrid index cache mirror one cell layout in several caches, and a hook in one breaks
-        // the others
-        throw std::runtime_error(
-                "the cache of this architecture keeps an index beside its K and V (MSA, DSA, DSV4 or hybrid index)");
+        throw std::runtime_error(refusal_of(kind));
     }
     if (attn->get_n_stream() != 1) {
         throw std::runtime_error("the cache must have one stream (n_seq_max = 1 or a unified cache)");
@@ -155,11 +180,25 @@ const llama_kv_cells & kvmem_memory::cells() const {
 // creation
 //
 
+const char * kvmem_model_refusal(const llama_model * model) {
+    if (llama_model_has_encoder(model)) {
+        return "it answers from what an encoder made of the prompt, and kvmem has decoders only";
+    }
+    if (llama_model_is_diffusion(model)) {
+        return "it writes by diffusion, and kvmem predicts one token after the other";
+    }
+    if (!model->hparams.causal_attn) {
+        return "its attention looks ahead, so it cannot continue a text (it is made for embeddings or labels)";
+    }
+    return "";
+}
+
 namespace {
 
 struct factory_request {
     uint32_t       n_cells;
     kvmem_memory * created;
+    int            status; // if creation fails
     std::string    error;
 };
 
@@ -180,7 +219,8 @@ llama_memory_i * create_memory(const llama_model & model, const llama_memory_par
         sized.n_ctx_seq     = request->n_cells;
         std::unique_ptr<llama_memory_i> inner(model.create_memory(params, sized));
         if (!inner) {
-            throw std::runtime_error("this architecture has no memory to tier");
+            request->status = KVMEM_ERR_MODEL;
+            throw std::runtime_error(KVMEM_NO_CACHE);
         }
         auto memory      = std::make_unique<kvmem_memory>(std::move(inner));
         request->created = memory.get();
@@ -207,7 +247,7 @@ int kvmem_context_init(llama_model * model, const llama_context_params * params,
         return KVMEM_ERR_ARGUMENT;
     }
 
-    factory_request request = { n_cells, nullptr, "" };
+    factory_request request = { n_cells, nullptr, KVMEM_ERR_UNSUPPORTED, "" };
     llama_context * created = nullptr;
     {
         factory_guard guard(&request);
@@ -215,7 +255,7 @@ int kvmem_context_init(llama_model * model, const llama_context_params * params,
     }
     if (!created) {
         kvmem_set_error(request.error.empty() ? "llama.cpp could not create the context" : request.error);
-        return request.error.empty() ? KVMEM_ERR_NO_MEMORY : KVMEM_ERR_UNSUPPORTED;
+        return request.error.empty() ? KVMEM_ERR_NO_MEMORY : request.status;
     }
     try {
         request.created->bind(created, block_tokens);

@@ -24,6 +24,7 @@ enum kvmem_status {
     KVMEM_ERR_NO_MEMORY   = -3,
     KVMEM_ERR_STATE       = -4, // calls out of order
     KVMEM_ERR_DEVICE      = -5, // a device refused a copy
+    KVMEM_ERR_MODEL       = -6, // a model that cannot continue a text, with or without tiers
 };
 
 // RoPE as the graph applies it (GGML_OP_ROPE), see ggml_rope_ext and ggml_rope_multi
@@ -69,6 +70,10 @@ typedef struct {
 
 // Why the last call of this thread failed; "" if it did not.
 KVMEM_API const char * kvmem_last_error(void);
+
+// Why this model cannot continue a text, with or without tiers; "" if it can, unless its contexts have no memory
+KVMEM_API const char * kvmem_model_refusal(const struct llama_model * model);
+#define KVMEM_NO_CACHE "it keeps no KV cache, so it cannot continue a text"
 
 // Create a context whose attention cache has n_cells cells in slots of block_tokens; params.n_ctx stays the logical
 // workspace. Supported: one plain KV cache with flash attention, alone or beside a recurrent state.

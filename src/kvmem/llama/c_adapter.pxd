@@ -14,6 +14,9 @@ cdef extern from "kvmem.h" nogil:
         KVMEM_ERR_NO_MEMORY
         KVMEM_ERR_STATE
         KVMEM_ERR_DEVICE
+        KVMEM_ERR_MODEL
+
+    const char *KVMEM_NO_CACHE
 
     ctypedef struct kvmem_rope:
         int n_dims
@@ -55,6 +58,7 @@ cdef extern from "kvmem.h" nogil:
         int y
 
     const char *kvmem_last_error()
+    const char *kvmem_model_refusal(const llama_model *model)
     int kvmem_context_init(llama_model *model, const llama_context_params *params, uint32_t n_cells,
                            uint32_t block_tokens, llama_context **ctx, kvmem_memory **memory)
     uint32_t kvmem_n_cells(const kvmem_memory *memory)

@@ -82,7 +82,8 @@ cdef class Context:
 
     Raises:
         ConfigError: a size below 1, a name that is not known.
-        ModelError: the architecture's cache cannot be tiered; the message says why.
+        ModelError: the model cannot continue a text, or its cache cannot be tiered; the message
+            says why.
         CapacityError: the memory for it cannot be had.
     """
 
@@ -108,6 +109,7 @@ cdef class Context:
                 raise ConfigError(name, value, f"one of {', '.join(KV_TYPES)}")
         if flash_attn not in FLASH_ATTENTION:
             raise ConfigError("flash_attn", flash_attn, f"one of {', '.join(FLASH_ATTENTION)}")
+        _check_continues(model, a.kvmem_model_refusal(model_ptr))
         self.model = model
         self.block_tokens = block_tokens
         self._cancel = CancelToken()
@@ -136,12 +138,18 @@ cdef class Context:
             reason = "llama.cpp could not create it"
             if n_cells:
                 reason = a.kvmem_last_error().decode("utf-8", "replace")
+            if status == a.KVMEM_ERR_MODEL:
+                _check_continues(model, a.kvmem_last_error())
             if status == a.KVMEM_ERR_UNSUPPORTED:
                 raise ModelError(
                     f"{model.architecture} models cannot run with KV memory: {reason}; "
                     "use --no-kvmem for plain llama.cpp")
             what = f"no context of {n_cells or n_ctx} cells: {reason}"
             raise CapacityError("; ".join([what, *errors]))
+        if c.llama_get_memory(self._ptr) == NULL:
+            c.llama_free(self._ptr)
+            self._ptr = NULL
+            _check_continues(model, a.KVMEM_NO_CACHE)
         model.acquire()
         self.n_vocab = model_n_vocab(model)
         self.n_batch = c.llama_n_batch(self._ptr)
@@ -284,6 +292,14 @@ cdef class Context:
     def seq_pos_max(self, int seq):
         """The newest position of a sequence, -1 if there is none."""
         return c.llama_memory_seq_pos_max(c.llama_get_memory(self.get()), seq)
+
+
+cdef int _check_continues(Model model, const char *refusal) except -1:
+    """Raise ModelError where there is a reason why the model cannot continue a text."""
+    if refusal[0]:
+        reason = refusal.decode()
+        raise ModelError(f"{model.architecture} models cannot run: {reason}; give another model")
+    return 0
 
 
 cdef int model_n_vocab(Model model) except -1:
