@@ -177,9 +177,12 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
     for (uint32_t il : attn->get_layer_ids()) {
         kvmem_layer_data layer;
         layer.k = attn->get_k_storage(il);
+        if (ggml_nelements(layer.k) == 0) {
+            continue; // a layer without attention
+        }
         layer.v = attn->get_v_storage(il);
         if (!layer.v) {
-            throw std::runtime_error("MLA layers have no V rows of their own");
+            throw std::runtime_error("MLA layers keep a latent K alone, and no V rows");
         }
         auto & info      = layer.info;
         info.il          = il;

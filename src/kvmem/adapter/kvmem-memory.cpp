@@ -193,6 +193,10 @@ const char * kvmem_model_refusal(const llama_model * model) {
     return "";
 }
 
+uint32_t kvmem_model_n_positions(const llama_model * model) {
+    return model->pos_embd ? (uint32_t) model->pos_embd->ne[1] : 0;
+}
+
 namespace {
 
 struct factory_request {
@@ -214,6 +218,9 @@ llama_memory_i * create_memory(const llama_model & model, const llama_memory_par
     try {
         if (request->created) {
             throw std::runtime_error("the memory factory was armed for one context and is asked for a second");
+        }
+        if (model.hparams.router_layer >= 0) {
+            throw std::runtime_error("its router looks for the newest switch token in the whole history");
         }
         llama_cparams sized = cparams; // the cache gets n_cells, the context keeps the workspace as n_ctx
         sized.n_ctx_seq     = request->n_cells;

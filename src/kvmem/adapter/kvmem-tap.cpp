@@ -37,7 +37,7 @@ static bool tap_callback(ggml_tensor * node, bool ask, void * user_data) {
     auto & n_seen = tap.n_seen[at];
     auto & n_read = tap.n_read[at];
     while (n_read < tap.rows.size() && tap.rows[n_read] < n_seen + n_tokens) {
-        float *      out = tap.out + (at * tap.rows.size() + n_read) * n_head * head_dim;
+        float *      out = tap.out[at] + n_read * n_head * head_dim;
         const size_t row = (size_t) (tap.rows[n_read] - n_seen) * q->nb[1];
         if (q->type != GGML_TYPE_F32) {
             tap.failed = true;
@@ -55,7 +55,7 @@ static bool tap_callback(ggml_tensor * node, bool ask, void * user_data) {
 }
 
 int kvmem_tap_begin(kvmem_memory * memory, const int32_t * layers, uint32_t n_layers, const int32_t * rows,
-        uint32_t n_rows, float * out) {
+        uint32_t n_rows, float * const * out) {
     auto & tap = memory->tap;
     if (tap.active) {
         kvmem_set_error("the query tap is open already");
@@ -67,12 +67,6 @@ int kvmem_tap_begin(kvmem_memory * memory, const int32_t * layers, uint32_t n_la
             kvmem_set_error("no such layer to tap");
             return KVMEM_ERR_ARGUMENT;
         }
-        const auto & first = memory->layers[layers[0]].info;
-        const auto & info  = memory->layers[layers[i]].info;
-        if (info.n_head != first.n_head || info.head_dim_k != first.head_dim_k) {
-            kvmem_set_error("tapped layers differ in their heads");
-            return KVMEM_ERR_UNSUPPORTED;
-        }
         tap.slot_of_layer[layers[i]] = (int32_t) i;
     }
     tap.rows.assign(rows, rows + n_rows);
@@ -82,7 +76,7 @@ int kvmem_tap_begin(kvmem_memory * memory, const int32_t * layers, uint32_t n_la
     }
     tap.n_seen.assign(n_layers, 0);
     tap.n_read.assign(n_layers, 0);
-    tap.out    = out;
+    tap.out.assign(out, out + n_layers);
     tap.failed = false;
     tap.active = true;
     llama_set_eval_callback(memory->ctx, tap_callback, memory);
@@ -97,7 +91,7 @@ int kvmem_tap_end(kvmem_memory * memory) {
     }
     llama_set_eval_callback(memory->ctx, nullptr, nullptr);
     tap.active = false;
-    tap.out    = nullptr;
+    tap.out.clear();
     for (size_t n : tap.n_read) {
         if (tap.failed || n != tap.rows.size()) {
             kvmem_set_error("the query was not decoded to its end, or its Q is not F32");

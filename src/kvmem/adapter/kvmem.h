@@ -73,6 +73,8 @@ KVMEM_API const char * kvmem_last_error(void);
 
 // Why this model cannot continue a text, with or without tiers; "" if it can, unless its contexts have no memory
 KVMEM_API const char * kvmem_model_refusal(const struct llama_model * model);
+// Positions that the model has learnt a row for; 0 if it takes any
+KVMEM_API uint32_t kvmem_model_n_positions(const struct llama_model * model);
 #define KVMEM_NO_CACHE "it keeps no KV cache, so it cannot continue a text"
 
 // Create a context whose attention cache has n_cells cells in slots of block_tokens; params.n_ctx stays the logical
@@ -127,10 +129,9 @@ KVMEM_API void kvmem_host_bytes(const kvmem_memory * memory, size_t * pinned, si
 // the query tap: Q as flash attention reads it (rotated), for chosen tokens of the next llama_decode calls
 
 // rows: ascending indices, counted over all tokens decoded from here on. layers: indices into kvmem_layer_get,
-// ascending. out: f32 [n_layers][n_rows][n_head * head_dim_k], every tapped layer of one size; must live until
-// kvmem_tap_end.
+// ascending. out: for each of them f32 [n_rows][n_head * head_dim_k]; must live until kvmem_tap_end.
 KVMEM_API int kvmem_tap_begin(kvmem_memory * memory, const int32_t * layers, uint32_t n_layers, const int32_t * rows,
-        uint32_t n_rows, float * out);
+        uint32_t n_rows, float * const * out);
 // Stop. Fails with KVMEM_ERR_STATE if a row of a layer was not seen.
 KVMEM_API int kvmem_tap_end(kvmem_memory * memory);
 

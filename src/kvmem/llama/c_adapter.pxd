@@ -59,6 +59,7 @@ cdef extern from "kvmem.h" nogil:
 
     const char *kvmem_last_error()
     const char *kvmem_model_refusal(const llama_model *model)
+    uint32_t kvmem_model_n_positions(const llama_model *model)
     int kvmem_context_init(llama_model *model, const llama_context_params *params, uint32_t n_cells,
                            uint32_t block_tokens, llama_context **ctx, kvmem_memory **memory)
     uint32_t kvmem_n_cells(const kvmem_memory *memory)
@@ -89,7 +90,7 @@ cdef extern from "kvmem.h" nogil:
     void kvmem_host_bytes(const kvmem_memory *memory, size_t *pinned, size_t *plain)
 
     int kvmem_tap_begin(kvmem_memory *memory, const int *layers, uint32_t n_layers, const int *rows,
-                        uint32_t n_rows, float *out)
+                        uint32_t n_rows, float *const *out)
     int kvmem_tap_end(kvmem_memory *memory)
 
     int kvmem_recurrent_valid(const kvmem_memory *memory)

@@ -110,6 +110,10 @@ cdef class Context:
         if flash_attn not in FLASH_ATTENTION:
             raise ConfigError("flash_attn", flash_attn, f"one of {', '.join(FLASH_ATTENTION)}")
         _check_continues(model, a.kvmem_model_refusal(model_ptr))
+        n_positions = a.kvmem_model_n_positions(model_ptr)
+        if 0 < n_positions < n_ctx:
+            raise ConfigError("workspace_tokens", n_ctx,
+                              f"at most {n_positions}, the positions that the model has learnt")
         self.model = model
         self.block_tokens = block_tokens
         self._cancel = CancelToken()

@@ -1,6 +1,8 @@
 """The device side of the working set, on llama.cpp's attention cache."""
 
 cimport cython
+from libcpp.vector cimport vector
+
 import numpy as np
 
 from kvmem.errors import StateError, TransferError
@@ -102,11 +104,12 @@ cdef class LlamaPort(DevicePort):
     def begin_tap(self, const int[::1] layers not None, const int[::1] rows not None):
         """Read Q of the tokens ``rows``, counted over all decode calls from here on, until end_tap.
 
-        layers: ascending indices into ``layout.layers``, all of one shape. rows: ascending.
+        layers: ascending indices into ``layout.layers``. rows: ascending.
 
         Raises StateError if a tap is open.
         """
-        cdef float[:, :, :, ::1] out
+        cdef float[:, :, ::1] view
+        cdef vector[float *] out
         if layers.shape[0] == 0 or rows.shape[0] == 0:
             raise ValueError("a query tap needs layers and rows")
         for i in range(layers.shape[0]):
@@ -115,19 +118,20 @@ cdef class LlamaPort(DevicePort):
         for i in range(1, rows.shape[0]):
             if rows[i] <= rows[i - 1]:
                 raise ValueError(f"tapped rows must ascend, but {rows[i]} follows {rows[i - 1]}")
-        first = self.layout.layers[layers[0]]
-        shape = (layers.shape[0], rows.shape[0], first.n_head, first.head_dim_k)
-        buffer = np.empty(shape, np.float32)
-        out = buffer
+        buffers = []
+        for i in range(layers.shape[0]):
+            layer = self.layout.layers[layers[i]]
+            view = np.empty((rows.shape[0], layer.n_head, layer.head_dim_k), np.float32)
+            buffers.append(view.base)
+            out.push_back(&view[0, 0, 0])
         # an open tap writes to its own buffer, so that one is let go only when the new tap is open
         if a.kvmem_tap_begin(self.context.memory(), &layers[0], layers.shape[0],
-                             &rows[0], rows.shape[0],
-                             &out[0, 0, 0, 0]) != a.KVMEM_OK:
+                             &rows[0], rows.shape[0], out.data()) != a.KVMEM_OK:
             raise StateError(a.kvmem_last_error().decode("utf-8", "replace"))
-        self._tap_out = buffer
+        self._tap_out = buffers
 
     def end_tap(self):
-        """Stop reading; f32 [n_layers, n_rows, n_head, head_dim], rotated as attention sees it.
+        """Stop reading; of each layer f32 [n_rows, n_head, head_dim], rotated as attention sees it.
 
         Raises StateError if the rows were not all decoded.
         """
