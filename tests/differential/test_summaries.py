@@ -7,7 +7,6 @@ RMS of the keys, as llama.cpp's KV types round single values (F16 1e-4, Q8_0 5e-
 8e-2) and a mean of 128 tokens is 11 times better.
 """
 
-import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 from engines import random_tokens, record
 from numpy.typing import NDArray
 from reference import F64, Weights, embed, llama_layer, project
+from stored_keys import stored_keys
 
 from kvmem.engine.memory import TieredMemory
 from kvmem.kv.rope import unrotate
@@ -50,21 +50,6 @@ def one_layer(tiny: Callable[..., Path], kind: str, folder: Path) -> tuple[Path,
         if tensor.name in ("blk.0.ssm_out.weight", "blk.0.ffn_down.weight"):
             tensor.data[:] = 0
     return path, 1
-
-
-def stored_keys(memory: TieredMemory, block: int, layer: int) -> NDArray[np.float32]:
-    """K of a block as its host record holds it: f32 [block_tokens, n_head_kv, head_dim]."""
-    spec = memory.layout.layers[layer]
-    n_tokens = memory.block_tokens
-    keys = np.empty((n_tokens, spec.n_head_kv, spec.head_dim_k), np.float32)
-    dequantize = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)(
-        spec.dequantize
-    )
-    address = memory.working_set.record_address(block) + spec.k_offset
-    for row in keys:
-        dequantize(address, row.ctypes.data, row.size)
-        address += spec.k_row_bytes
-    return keys
 
 
 def unrotated_keys(memory: TieredMemory, block: int, layer: int) -> NDArray[np.float32]:

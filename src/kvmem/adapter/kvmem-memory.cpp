@@ -187,7 +187,7 @@ const char * kvmem_model_refusal(const llama_model * model) {
     if (llama_model_is_diffusion(model)) {
         return "it writes by diffusion, and kvmem predicts one token after the other";
     }
-    if (!model->hparams.causal_attn) {
+    if (!model->hparams.causal_attn || model->arch == LLM_ARCH_LLAMA_EMBED) {
         return "its attention looks ahead, so it cannot continue a text (it is made for embeddings or labels)";
     }
     return "";

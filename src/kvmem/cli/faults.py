@@ -130,7 +130,8 @@ def describe(error: Exception, *, command: str) -> tuple[str, int]:
     if isinstance(error, DownloadError):
         return f"error: {error}", FAILED
     if isinstance(error, ModelError):
-        return f"error: {error}; try another file", FAILED
+        hint = "" if "; try " in str(error) else "; try another file"
+        return f"error: {error}{hint}", FAILED
     if isinstance(error, CapacityError):
         return f"error: {error}; try kvmem plan to see what fits", FAILED
     if isinstance(error, KvmemError):

@@ -147,7 +147,7 @@ cdef class Context:
             if status == a.KVMEM_ERR_UNSUPPORTED:
                 raise ModelError(
                     f"{model.architecture} models cannot run with KV memory: {reason}; "
-                    "use --no-kvmem for plain llama.cpp")
+                    "try --no-kvmem, which is plain llama.cpp")
             what = f"no context of {n_cells or n_ctx} cells: {reason}"
             raise CapacityError("; ".join([what, *errors]))
         if c.llama_get_memory(self._ptr) == NULL:
@@ -302,7 +302,7 @@ cdef int _check_continues(Model model, const char *refusal) except -1:
     """Raise ModelError where there is a reason why the model cannot continue a text."""
     if refusal[0]:
         reason = refusal.decode()
-        raise ModelError(f"{model.architecture} models cannot run: {reason}; give another model")
+        raise ModelError(f"{model.architecture} models cannot run: {reason}; try another model")
     return 0
 
 
