@@ -27,7 +27,7 @@ struct kvmem_tap {
     std::vector<int32_t> rows;
     std::vector<int64_t> n_seen; // tokens that each layer has computed so far
     std::vector<size_t>  n_read; // rows that each layer has delivered so far
-    std::vector<float *> out; // of each tapped layer, f32 [n_rows, n_head, head_dim]
+    std::vector<float *> out;    // of each tapped layer, f32 [n_rows, n_head, head_dim]
     bool                 active = false;
     bool                 failed = false;
 };
