@@ -64,9 +64,11 @@ class Outcome:
         return self.gold_held / self.gold_asked if self.gold_asked else 1.0
 
 
-def load(tokens: Sequence[int] = (1024, 2048, 4096), limit: int | None = None) -> list[Any]:
+def load(
+    tokens: Sequence[int] = (1024, 2048, 4096), limit: int | None = None, path: Path = HELDOUT
+) -> list[Any]:
     """Conversations of these lengths, at most `limit` of each."""
-    items = [json.loads(line) for line in HELDOUT.read_text(encoding="utf-8").splitlines()]
+    items = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [
         item
         for size in tokens
@@ -89,16 +91,25 @@ def shuffled(seed: int = 0) -> Iterator[None]:
         yield
 
 
-def ask_all(conversation: dict[str, Any], policy: str, outcome: Outcome, **memory: Any) -> None:
+def ask_all(
+    conversation: dict[str, Any],
+    policy: str,
+    outcome: Outcome,
+    *,
+    model: Path = MODEL,
+    **memory: Any,
+) -> None:
     """Ask the questions of one conversation and add the result to `outcome`."""
     if policy == "shuffled":
         with shuffled():
-            _ask_all(conversation, "fused", outcome, **memory)
+            _ask_all(conversation, "fused", outcome, model, **memory)
     else:
-        _ask_all(conversation, policy, outcome, **memory)
+        _ask_all(conversation, policy, outcome, model, **memory)
 
 
-def _ask_all(conversation: dict[str, Any], policy: str, outcome: Outcome, **memory: Any) -> None:
+def _ask_all(
+    conversation: dict[str, Any], policy: str, outcome: Outcome, model: Path, **memory: Any
+) -> None:
     started = time.perf_counter()
     n_tokens = conversation["n_tokens"]
     quarter = n_tokens // 4 // BLOCK_TOKENS * BLOCK_TOKENS
@@ -113,7 +124,7 @@ def _ask_all(conversation: dict[str, Any], policy: str, outcome: Outcome, **memo
         **memory,
     }
     config = EngineConfig(
-        model=ModelConfig(path=MODEL, n_threads=1), memory=MemoryConfig(**settings)
+        model=ModelConfig(path=model, n_threads=1), memory=MemoryConfig(**settings)
     )
     with Engine(config) as engine, ChatTemplate(engine.model) as template:
         renderer = ChatRenderer(template, engine.vocab)
@@ -146,17 +157,19 @@ def _ask_all(conversation: dict[str, Any], policy: str, outcome: Outcome, **memo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--limit", type=int, help="conversations of each length")
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--questions", type=Path, default=HELDOUT, help="written by recall_tokens")
     parser.add_argument("--wrong", action="store_true", help="print wrong answers")
     options = parser.parse_args()
     print("| policy | tokens |", " | ".join(KINDS), "| told | gold in sight | decisions | s |")
     for policy in options.policy:
         for size in options.tokens:
             outcome = Outcome()
-            for conversation in load([size], options.limit):
-                ask_all(conversation, policy, outcome)
+            for conversation in load([size], options.limit, options.questions):
+                ask_all(conversation, policy, outcome, model=options.model)
             cells = [f"{outcome.right[kind]}/{outcome.asked[kind]}" for kind in KINDS]
             decisions = ", ".join(f"{n} {name}" for name, n in outcome.decisions.most_common())
             print(
