@@ -293,8 +293,8 @@ def test_a_reply_that_is_continued(vocab: Vocab) -> None:
     rendered = render(vocab, *said, continue_final_message=True, enable_thinking=False)
     assert rendered.text.endswith("Once upon")
     assert render(vocab, *said, enable_thinking=False).text == rendered.text
-    for anew in ({"continue_final_message": False}, {"add_generation_prompt": True}):
-        assert render(vocab, *said, **anew).text.count("assistant\n") == 2
+    assert render(vocab, *said, continue_final_message=False).text.count("assistant\n") == 2
+    assert render(vocab, *said, add_generation_prompt=True).text.count("assistant\n") == 2
 
 
 def test_messages_that_no_template_can_read_are_a_request_error(vocab: Vocab) -> None:
