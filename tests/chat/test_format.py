@@ -41,7 +41,7 @@ def user(content: Any) -> dict[str, Any]:
     return message("user", content)
 
 
-def tool(name: str, /, *, strict: bool = False, **properties: Any) -> dict[str, Any]:
+def tool(name: str, /, strict: bool = False, **properties: Any) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties}
     function = {"name": name, "parameters": parameters, "strict": strict}
     return {"type": "function", "function": function}
@@ -212,6 +212,22 @@ def test_tools_of_other_types_are_left_out_with_a_note(vocab: Vocab) -> None:
             "cannot be enforced: pattern at #/properties/a",
         ),
         ({"grammar": "root ::= ("}, "grammar", "does not parse"),
+        (
+            {"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000},
+            "grammar",
+            "nested deeper than 64",
+        ),
+        (
+            {"json_schema": {"type": "array", "maxItems": 1999, "items": {
+                "type": "array", "maxItems": 1999, "items": {"maxLength": 1999}}}},
+            "response_format",
+            "cannot be enforced",
+        ),
+        (
+            {"tools": [tool("f", strict=False, **{"x" * 300: {}})]},
+            "tools[0].function.parameters",
+            "of f cannot be used: a name at #/properties is longer than 256",
+        ),
         (
             {"grammar": "root ::= [a]", "enable_thinking": True},
             "grammar",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvmem.chat.schema import find_unenforced
+from kvmem.chat.schema import find_oversized, find_unenforced
 from kvmem.errors import RequestError
 from kvmem.llama.grammar import check_grammar, schema_grammar
 from kvmem.llama.model import Model
@@ -99,3 +99,24 @@ def test_a_grammar_is_what_it_says(model: Model) -> None:
         schema_grammar({"const": float("nan")})
     with pytest.raises(RequestError, match="unrecognized type"):
         schema_grammar({"type": "colour"})
+
+
+def nested(depth: int) -> Json:
+    schema: Json = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        (obj(**{"é" * 300: {"type": "integer"}}), "a name at #/properties is longer than 256"),
+        ({"enum": [str(i) for i in range(1001)]}, "a list at #/enum has more than 1000 values"),
+        (nested(100), "the schema at # is nested deeper than 64"),
+        ({"const": "x" * 300_000}, "the schema at # is longer than 262144 characters"),
+    ],
+)
+def test_what_is_too_large_for_llamacpp(schema: Json, reason: str) -> None:
+    assert [str(fault) for fault in find_oversized(schema)] == [reason]
+    assert list(find_oversized(nested(20))) == []

@@ -224,6 +224,15 @@ def test_without_thinking_a_reply_is_content(template: ChatTemplate, model: Mode
     assert reply.message.content == "plain</think>"
 
 
+def test_brackets_that_would_overflow_the_stack(template: ChatTemplate, model: Model) -> None:
+    fields: dict[str, Any] = {"tools": [], "json_schema": {"type": "object"}}
+    text = '{"a": ' + "[" * 20_000
+    for pieces in ([text], [text[:300], text[300:]], [text[i : i + 7] for i in range(0, 2000, 7)]):
+        reply = read(template, model, pieces, enable_thinking=False, **fields)
+        assert reply.message.content == "".join(pieces)
+        assert ["nested too deep" in note for note in reply.notes] == [True]
+
+
 def test_a_message_that_is_continued_is_not_said_again(
     template: ChatTemplate, model: Model
 ) -> None:

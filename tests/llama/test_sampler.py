@@ -113,6 +113,65 @@ def test_a_grammar_binds_and_refuses_what_it_did_not_choose(
         assert vocab.piece(sampler.sample(context)) in (b"e", b"es", b"o")
 
 
+def test_a_grammar_that_biases_contradict_is_a_request_error(
+    model: Model, vocab: Vocab, context: Context
+) -> None:
+    forbidden = [[vocab.tokenize(letter)[0], None] for letter in "yn"]
+    params = {"temperature": 0, "grammar": 'root ::= "yes" | "no"', "logit_bias": forbidden}
+    with (
+        Sampler(model, params) as sampler,
+        pytest.raises(RequestError, match="no token fits the grammar"),
+    ):
+        sampler.accept(sampler.sample(context))
+
+
+def test_a_prompt_is_accepted_at_once(model: Model, context: Context) -> None:
+    best = int(context.logits().argmax())
+    with Sampler(model, {"temperature": 0, "presence_penalty": 1000.0}) as sampler:
+        sampler.accept_prompt(np.array([], np.int32))
+        assert sampler.sample(context) == best
+        sampler.accept_prompt(np.array([1, best], np.int32))
+        assert sampler.sample(context) != best
+        with pytest.raises(RequestError, match="token -1 is not in the vocabulary"):
+            sampler.accept_prompt(np.array([-1], np.int32))
+
+
+def constraint_of(vocab: Vocab, text: str, trigger: str) -> dict[str, Any]:
+    [token] = vocab.tokenize(trigger)
+    triggers = [{"type": 0, "value": trigger, "token": token}]
+    return {"grammar": text, "lazy": True, "triggers": triggers}
+
+
+def test_a_lazy_grammar_waits_for_its_trigger(model: Model, vocab: Vocab, context: Context) -> None:
+    lazy = constraint_of(vocab, 'root ::= "<tool_call>" "ok"', "<tool_call>")
+    [trigger] = vocab.tokenize("<tool_call>")
+    for bias, expected in (([], None), ([[trigger, 1000.0]], b"o")):
+        with Sampler(model, {"temperature": 0, "constraint": lazy, "logit_bias": bias}) as sampler:
+            first = sampler.sample(context)
+            sampler.accept(first)
+            if expected is None:
+                assert first == int(context.logits().argmax())
+            else:
+                assert first == trigger
+                assert vocab.piece(sampler.sample(context)) == expected
+
+
+def test_a_budget_counts_from_the_generation_prompt(
+    model: Model, vocab: Vocab, context: Context
+) -> None:
+    reasoning = {"start": "<think>", "ends": ["</think>"], "budget": 2, "message": "x"}
+    params = {
+        "temperature": 0, "reasoning": reasoning, "logit_bias": [[vocab.tokenize("a")[0], 1000.0]],
+    }  # fmt: skip
+    for prompt, expected in (("<think>", "aax</think>a"), ("", "aaaaa")):
+        with Sampler(model, {**params, "generation_prompt": prompt}) as sampler:
+            said = []
+            for _ in expected.replace("</think>", "e"):
+                said.append(sampler.sample(context))
+                sampler.accept(said[-1])
+        assert vocab.detokenize(said) == expected
+
+
 def test_a_clone_goes_on_alike_and_apart(model: Model, context: Context) -> None:
     params = {"seed": 5, "temperature": 2.0, "presence_penalty": 3.0}
     with Sampler(model, params) as sampler:
@@ -139,6 +198,23 @@ def test_a_clone_goes_on_alike_and_apart(model: Model, context: Context) -> None
         ({"samplers": ["guess"]}, "samplers: an unknown sampler is named"),
         ({"grammar": "root ::= ("}, "failed to parse grammar"),
         ({"ignore_eos": 1}, "ignore_eos: "),
+        ({"constraint": {"grammar": "root ::= [a]"}}, "constraint: "),
+        (
+            {"constraint": {"grammar": "root ::= [a]", "lazy": True, "triggers": []}},
+            "a lazy grammar needs a trigger",
+        ),
+        (
+            {
+                "constraint": {
+                    "grammar": "root ::= [a]",
+                    "lazy": True,
+                    "triggers": [{"type": 9, "value": "", "token": 0}],
+                }
+            },
+            "no trigger has the type 9",
+        ),
+        ({"reasoning": {"start": "", "ends": ["x"]}}, "a start and an end are needed"),
+        ({"reasoning": {"start": "<think>"}}, "reasoning: "),
     ],
 )
 def test_wrong_parameters_are_named(model: Model, params: Mapping[str, Any], reason: str) -> None:

@@ -10,6 +10,9 @@
 
 using peg = common_chat_peg_builder;
 
+// The parser calls itself for each level of JSON; a few thousand of them overflow the stack.
+static const int MAX_NESTING = 500;
+
 // Parses the reply from its beginning each time: a parse of a longer text says the same and more. What it says more is
 // handed out; what contradicts the sent part is held back for good.
 struct kvmem_reply {
@@ -21,6 +24,7 @@ struct kvmem_reply {
     std::vector<std::string> thinking_ends; // the closing tags
     std::vector<std::string> markers;       // texts of the format that are no content
     common_chat_msg          sent;
+    int                      nesting     = 0;     // brackets that are open in input, those in texts included
     bool                     is_plain    = false; // it does not fit: from here on all is text
     bool                     is_finished = false;
 };
@@ -177,6 +181,46 @@ static void go_plain(kvmem_reply & reply, reply_delta & delta) {
     reply.is_plain = true;
 }
 
+static void read_on(kvmem_reply & reply, const std::string & text, reply_delta & delta) {
+    reply.input += text;
+    const parsed_reply parsed = parse(reply, reply.input.size());
+    if (!parsed.fits) {
+        go_plain(reply, delta);
+        return;
+    }
+    reply.n_fitting = reply.input.size();
+    add_message(reply, parsed.msg, /* is_last= */ false, delta);
+}
+
+// bytes of text up to where brackets would be nested too deep
+static size_t shallow_part(kvmem_reply & reply, const std::string & text) {
+    for (size_t i = 0; i < text.size(); i++) {
+        if (text[i] == '[' || text[i] == '{') {
+            if (++reply.nesting > MAX_NESTING) {
+                return i;
+            }
+        } else if ((text[i] == ']' || text[i] == '}') && reply.nesting > 0) {
+            reply.nesting--;
+        }
+    }
+    return text.size();
+}
+
+static void append(kvmem_reply & reply, const std::string & text, reply_delta & delta) {
+    const size_t n_shallow = shallow_part(reply, text);
+    read_on(reply, text.substr(0, n_shallow), delta);
+    if (n_shallow == text.size()) {
+        return;
+    }
+    if (!reply.is_plain) {
+        bool is_thought;
+        add_content(reply, rest_of(reply, parse(reply, reply.input.size()), is_thought), delta);
+        delta.notes.push_back("brackets are nested too deep: the rest of the reply is passed on as text");
+        reply.is_plain = true;
+    }
+    add_content(reply, text.substr(n_shallow), delta);
+}
+
 static bool has_marker(const kvmem_reply & reply, const std::string & text) {
     return std::any_of(reply.markers.begin(), reply.markers.end(),
             [&](const std::string & marker) { return text.find(marker) != std::string::npos; });
@@ -301,14 +345,7 @@ int kvmem_reply_feed(kvmem_reply * reply, const char * text, size_t n_text, char
         if (reply->is_plain) {
             add_content(*reply, std::string(text, n_text), added);
         } else {
-            reply->input.append(text, n_text);
-            const parsed_reply parsed = parse(*reply, reply->input.size());
-            if (!parsed.fits) {
-                go_plain(*reply, added);
-            } else {
-                reply->n_fitting = reply->input.size();
-                add_message(*reply, parsed.msg, /* is_last= */ false, added);
-            }
+            append(*reply, std::string(text, n_text), added);
         }
         hand_out(added, delta, n_delta);
     });

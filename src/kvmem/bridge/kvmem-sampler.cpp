@@ -261,7 +261,15 @@ int kvmem_sampler_accept(kvmem_sampler * sampler, int32_t token, int is_generate
         if (is_generated && sampler->has_grammar && token != sampler->sampled) {
             throw kvmem_invalid("token " + std::to_string(token) + " was not chosen under the grammar");
         }
-        common_sampler_accept(sampler->sampler.get(), token, is_generated != 0);
+        try {
+            common_sampler_accept(sampler->sampler.get(), token, is_generated != 0);
+        } catch (const std::runtime_error & e) {
+            if (!sampler->has_grammar) {
+                throw;
+            }
+            // biases or the vocabulary had left no token that the grammar allows
+            throw kvmem_invalid(std::string("no token fits the grammar: ") + e.what());
+        }
     });
 }
 

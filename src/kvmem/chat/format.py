@@ -5,12 +5,13 @@ thinks. Found out by rendering, once.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from kvmem.chat.fields import FieldError
 from kvmem.chat.messages import Message
 from kvmem.chat.request import ChatRequest
-from kvmem.chat.schema import find_unenforced
+from kvmem.chat.schema import MAX_DEPTH, find_oversized, find_unenforced
 from kvmem.errors import RequestError, UnsupportedContentError
 from kvmem.llama.grammar import check_grammar, schema_grammar
 from kvmem.llama.model import Model
@@ -58,11 +59,15 @@ class TemplateFormat:
                 keyword.
         """
         if request.grammar is not None:
+            if _depth(request.grammar) > MAX_DEPTH:  # the parser would overflow its stack
+                raise FieldError("grammar", f"has parentheses nested deeper than {MAX_DEPTH}")
             try:
                 check_grammar(model, request.grammar)
             except RequestError as error:
                 raise FieldError("grammar", f"does not parse: {error}") from None
         if request.schema is not None:
+            for fault in find_oversized(request.schema):
+                raise FieldError("response_format", f"cannot be enforced: {fault}")
             for fault in find_unenforced(request.schema, lambda text: check_grammar(model, text)):
                 raise FieldError("response_format", f"cannot be enforced: {fault}")
         if request.tools and not self.has_tools:
@@ -76,6 +81,8 @@ class TemplateFormat:
         notes = []
         for tool in request.tools:
             where = f"{tool.path}.function.parameters"
+            for fault in find_oversized(tool.parameters):
+                raise FieldError(where, f"of {tool.name} cannot be used: {fault}")
             faults = find_unenforced(tool.parameters, lambda text: check_grammar(model, text))
             lost = [str(fault) for fault in faults] if tool.parameters else []
             if not self._binds_texts:
@@ -142,17 +149,19 @@ class TemplateFormat:
         )
 
     def blame(
-        self, request: ChatRequest, fields: dict[str, Any], error: RequestError
+        self, request: ChatRequest, fields: dict[str, Any], error: RequestError, model: Model
     ) -> RequestError:
         """The error with the tool or the message that it is about, where one can be found."""
+        reason = _reason(error)
+        if request.schema is not None and "grammar" in reason:
+            return FieldError("response_format", f"cannot be enforced: {reason}")
         for tool in request.tools:
             try:
-                schema_grammar(tool.parameters or {"type": "object"})
+                check_grammar(model, schema_grammar(tool.parameters or {"type": "object"}))
             except RequestError as fault:
                 where = f"{tool.path}.function.parameters"
-                reason = str(fault).splitlines()[-1]
-                return FieldError(where, f"of {tool.name} cannot be used: {reason}")
-        reason = _reason(error)
+                why = str(fault).splitlines()[-1]
+                return FieldError(where, f"of {tool.name} cannot be used: {why}")
         if request.continues:
             return FieldError("messages", f"cannot be continued: {reason}")
         shown: Sequence[dict[str, Any]] = fields["messages"]
@@ -174,6 +183,12 @@ def _reason(error: RequestError) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     raised = next((line for line in lines if "Jinja Exception: " in line), None)
     return raised.partition("Jinja Exception: ")[2] if raised else text
+
+
+def _depth(grammar: str) -> int:
+    """At most so deep do its parentheses go, those in texts included."""
+    steps = (1 if letter == "(" else -1 for letter in grammar if letter in "()")
+    return max(accumulate(steps), default=0)
 
 
 def _bound_texts(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -175,7 +175,7 @@ def _read_arguments(value: object, path: str) -> str:
     if isinstance(value, str):
         try:
             parsed = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed = None
         value = parsed if isinstance(parsed, dict) else {"arguments": value}
     if not isinstance(value, dict):

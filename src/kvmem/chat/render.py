@@ -139,7 +139,7 @@ class ChatRenderer:
         try:
             return ReplyParser(self._template, self._vocab.model, fields)
         except RequestError as error:
-            raise self._format.blame(request, fields, error) from None
+            raise self._format.blame(request, fields, error, self._vocab.model) from None
 
     def _sampling(
         self,

@@ -5,7 +5,7 @@ each demand is looked at alone, so that one which would be lost can be named.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,7 +13,13 @@ from typing import Any
 from kvmem.errors import RequestError
 from kvmem.llama.grammar import schema_grammar
 
-__all__ = ["Unenforced", "find_unenforced"]
+__all__ = ["MAX_DEPTH", "Unenforced", "find_oversized", "find_unenforced"]
+
+# Beyond these llama.cpp takes minutes for a token, or overflows its stack.
+MAX_DEPTH = 64
+MAX_NAME = 256
+MAX_VALUES = 1000
+MAX_TEXT = 1 << 18
 
 # says nothing about which values are right
 ANNOTATIONS = frozenset(
@@ -64,11 +70,33 @@ class Unenforced:
 
 
 def find_unenforced(schema: Mapping[str, Any], check: Check | None = None) -> Iterator[Unenforced]:
-    """The demands of a schema that its grammar would lack.
+    """The demands of a schema that its grammar would lack; it must not be oversized.
 
     check: raises RequestError for a grammar that does not parse.
     """
     yield from _Walk(schema, check or (lambda grammar: None)).visit(schema, "#")
+
+
+def find_oversized(schema: Mapping[str, Any]) -> Iterator[Unenforced]:
+    """What makes a schema larger than llama.cpp can take."""
+    left: list[tuple[Any, str, int]] = [(schema, "#", 0)]
+    while left:
+        node, path, depth = left.pop()
+        if depth > MAX_DEPTH:
+            yield Unenforced("#", "the schema", f"is nested deeper than {MAX_DEPTH}")
+            return
+        items: Iterable[tuple[Any, Any]] = ()
+        if isinstance(node, Mapping):
+            items = node.items()
+            if any(len(name) > MAX_NAME for name in node):
+                yield Unenforced(path, "a name", f"is longer than {MAX_NAME}")
+        elif isinstance(node, list):
+            items = enumerate(node)
+            if len(node) > MAX_VALUES:
+                yield Unenforced(path, "a list", f"has more than {MAX_VALUES} values")
+        left += [(item, f"{path}/{name}"[:MAX_NAME], depth + 1) for name, item in items]
+    if len(json.dumps(schema)) > MAX_TEXT:
+        yield Unenforced("#", "the schema", f"is longer than {MAX_TEXT} characters")
 
 
 class _Walk:

@@ -26,7 +26,7 @@ def schema_grammar(schema):
     cdef int status
     try:
         data = json.dumps(schema, allow_nan=False).encode()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"the schema cannot be written as JSON: {error}") from None
     chars = data
     n_chars = len(data)

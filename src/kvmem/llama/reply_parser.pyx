@@ -43,7 +43,7 @@ cdef class ReplyParser:
             raise StateError("a ReplyParser is made once")
         try:
             data = json.dumps(request, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"the messages cannot be written as JSON: {error}") from None
         chars = data
         n_chars = len(data)

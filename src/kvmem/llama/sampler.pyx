@@ -42,7 +42,7 @@ cdef class Sampler:
             raise StateError("a Sampler is made once")
         try:
             data = json.dumps(dict(params or {}), allow_nan=False).encode()
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             reason = f"the sampling parameters cannot be written as JSON: {error}"
             raise RequestError(reason) from None
         chars = data
