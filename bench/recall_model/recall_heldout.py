@@ -1,4 +1,4 @@
-"""Ask the recall model its held-out questions through kvmem: full cache, quarter budget, controls.
+"""Ask the recall model its held-out questions through kvmem: full cache, small budgets, controls.
 
     python bench/recall_model/recall_heldout.py --tokens 1024 2048 --policy full fused recency
 
@@ -12,8 +12,9 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,41 +35,81 @@ HERE = Path(__file__).resolve().parent
 MODEL = HERE / "recall-qwen35.gguf"
 HELDOUT = HERE / "heldout.jsonl"
 
-BLOCK_TOKENS = 32
 KINDS = ("fact", "update", "hop", "none")
 POLICIES = ("full", "fused", "heads", "lexical", "mass", "cosine", "recency", "shuffled")
-"""Scorers at a quarter of the history; the whole of it; and fused with its scores shuffled."""
+"""Scorers at a part of the history; the whole of it; and fused with its scores shuffled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How the questions are asked. divisor: the budget is this part of the history."""
+
+    policy: str
+    divisor: int = 4
+    block_tokens: int = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One question. gold: blocks that hold its evidence; seen: those that the reply could see."""
+
+    conversation: str
+    tokens: int
+    number: int
+    kind: str
+    text: str
+    expected: str
+    said: str
+    gold: int
+    seen: int
+    decision: str
+    replayed_tokens: int
+    bytes_in: int
+
+    @property
+    def is_right(self) -> bool:
+        return self.said == self.expected
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Counts of a policy by kind of question, and what the memory did."""
+    """All answers under a setting, in the order they were asked."""
 
-    asked: Counter[str] = field(default_factory=Counter)
-    right: Counter[str] = field(default_factory=Counter)
-    decisions: Counter[str] = field(default_factory=Counter)
-    gold_asked: int = 0
-    gold_held: int = 0
-    wrong: list[tuple[str, str, str]] = field(default_factory=list)  # question, expected, said
+    answers: list[Answer] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
+    def asked(self) -> Counter[str]:
+        return Counter(answer.kind for answer in self.answers)
+
+    @property
+    def right(self) -> Counter[str]:
+        return Counter(answer.kind for answer in self.answers if answer.is_right)
+
+    @property
+    def decisions(self) -> Counter[str]:
+        return Counter(answer.decision for answer in self.answers)
+
+    @property
+    def told(self) -> list[Answer]:
+        """Answers to what was told: unknown facts need no memory."""
+        return [answer for answer in self.answers if answer.kind != "none"]
+
+    @property
     def recalled(self) -> float:
-        """Share of right answers to what was told: unknown facts need no memory."""
-        kinds = [kind for kind in self.asked if kind != "none"]
-        return sum(self.right[k] for k in kinds) / sum(self.asked[k] for k in kinds)
+        """Share of right answers to what was told."""
+        return sum(answer.is_right for answer in self.told) / len(self.told)
 
     @property
     def gold_share(self) -> float:
         """Share of the blocks with the wanted tokens that the reply could see."""
-        return self.gold_held / self.gold_asked if self.gold_asked else 1.0
+        gold = sum(answer.gold for answer in self.answers)
+        return sum(answer.seen for answer in self.answers) / gold if gold else 1.0
 
 
-def load(
-    tokens: Sequence[int] = (1024, 2048, 4096), limit: int | None = None, path: Path = HELDOUT
-) -> list[Any]:
+def load(tokens: Sequence[int] = (1024, 2048, 4096), limit: int | None = None) -> list[Any]:
     """Conversations of these lengths, at most `limit` of each."""
-    items = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    items = [json.loads(line) for line in HELDOUT.read_text(encoding="utf-8").splitlines()]
     return [
         item
         for size in tokens
@@ -92,44 +133,45 @@ def shuffled(seed: int = 0) -> Iterator[None]:
 
 
 def ask_all(
-    conversation: dict[str, Any],
-    policy: str,
-    outcome: Outcome,
-    *,
-    model: Path = MODEL,
-    **memory: Any,
+    conversation: dict[str, Any], setting: Setting, outcome: Outcome, **memory: Any
 ) -> None:
-    """Ask the questions of one conversation and add the result to `outcome`."""
-    if policy == "shuffled":
+    """Ask the questions of one conversation and add the answers to `outcome`.
+
+    memory: fields of MemoryConfig that replace those of the setting.
+    """
+    started = time.perf_counter()
+    if setting.policy == "shuffled":
         with shuffled():
-            _ask_all(conversation, "fused", outcome, model, **memory)
+            outcome.answers += _ask_all(conversation, setting, "fused", memory)
     else:
-        _ask_all(conversation, policy, outcome, model, **memory)
+        outcome.answers += _ask_all(conversation, setting, setting.policy, memory)
+    outcome.seconds += time.perf_counter() - started
 
 
 def _ask_all(
-    conversation: dict[str, Any], policy: str, outcome: Outcome, model: Path, **memory: Any
-) -> None:
-    started = time.perf_counter()
-    n_tokens = conversation["n_tokens"]
-    quarter = n_tokens // 4 // BLOCK_TOKENS * BLOCK_TOKENS
+    conversation: dict[str, Any], setting: Setting, scorer: str, memory: dict[str, Any]
+) -> Iterator[Answer]:
+    block = setting.block_tokens
+    part = conversation["n_tokens"] // setting.divisor // block * block
+    is_full = setting.policy == "full"
     settings: dict[str, Any] = {
         "workspace_tokens": 8192,
-        "budget_tokens": 8192 if policy == "full" else quarter,
+        "budget_tokens": 8192 if is_full else part,
         "reserve_tokens": 128,
-        "block_tokens": BLOCK_TOKENS,
-        "recent_tokens": 64,
+        "block_tokens": block,
+        "recent_tokens": block,
         "host_limit_bytes": 256 << 20,
-        "scorer": "fused" if policy == "full" else policy,
+        "scorer": "fused" if is_full else scorer,
+        "calibration": "off",
         **memory,
     }
     config = EngineConfig(
-        model=ModelConfig(path=model, n_threads=1), memory=MemoryConfig(**settings)
+        model=ModelConfig(path=MODEL, n_threads=1), memory=MemoryConfig(**settings)
     )
     with Engine(config) as engine, ChatTemplate(engine.model) as template:
         renderer = ChatRenderer(template, engine.vocab)
         session = engine.session()
-        for question in conversation["questions"]:
+        for number, question in enumerate(conversation["questions"]):
             messages = [*conversation["messages"], {"role": "user", "content": question["text"]}]
             prompt = renderer.render(parse_chat_request({"messages": messages})).prompt
             params = GenerateParams(sampling=SamplingParams(temperature=0.0), max_tokens=64)
@@ -139,46 +181,90 @@ def _ask_all(
             assert isinstance(done, Done)
             report = done.stats.memory
             gold = {
-                position // BLOCK_TOKENS
+                position // block
                 for start, stop in question["spans"]
                 for position in range(start, stop)
             }
-            outcome.gold_asked += len(gold)
-            outcome.gold_held += len(gold & set(report.blocks))
-            outcome.asked[question["kind"]] += 1
-            outcome.decisions[report.decision] += 1
-            if said == question["answer"]:
-                outcome.right[question["kind"]] += 1
-            else:
-                outcome.wrong.append((question["text"], question["answer"], said))
+            yield Answer(
+                conversation=conversation["id"],
+                tokens=conversation["target_tokens"],
+                number=number,
+                kind=question["kind"],
+                text=question["text"],
+                expected=question["answer"],
+                said=said,
+                gold=len(gold),
+                seen=len(gold & set(report.blocks)),
+                decision=report.decision,
+                replayed_tokens=report.replayed_tokens,
+                bytes_in=report.bytes_in,
+            )
         session.close()
-    outcome.seconds += time.perf_counter() - started
+
+
+def _ask_one(task: tuple[dict[str, Any], Setting]) -> Outcome:
+    """What a process of the pool does."""
+    outcome = Outcome()
+    ask_all(*task, outcome)
+    return outcome
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--limit", type=int, help="conversations of each length")
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--questions", type=Path, default=HELDOUT, help="written by recall_tokens")
+    parser.add_argument("--divisor", type=int, nargs="+", default=[4], help="4 for a quarter")
+    parser.add_argument("--block", type=int, nargs="+", default=[16], help="tokens of a block")
+    parser.add_argument("--jobs", type=int, default=1, help="conversations at a time")
+    parser.add_argument("--out", type=Path, help="write every answer here, as JSON lines")
     parser.add_argument("--wrong", action="store_true", help="print wrong answers")
     options = parser.parse_args()
-    print("| policy | tokens |", " | ".join(KINDS), "| told | gold in sight | decisions | s |")
-    for policy in options.policy:
+    settings = [
+        Setting(policy=policy, divisor=divisor, block_tokens=block)
+        for policy in options.policy
+        for divisor in (options.divisor if policy != "full" else options.divisor[:1])
+        for block in (options.block if policy != "full" else options.block[:1])
+    ]
+    tasks = [(c, s) for s in settings for c in reversed(load(options.tokens, options.limit))]
+    with ProcessPoolExecutor(options.jobs) as pool:
+        found = list(pool.map(_ask_one, tasks))
+    full: set[tuple[str, int]] = set()
+    lines = []
+    print(
+        "| policy | budget | units | tokens |", " | ".join(KINDS), "| told | of full's | in sight |"
+    )
+    for setting in settings:
         for size in options.tokens:
             outcome = Outcome()
-            for conversation in load([size], options.limit, options.questions):
-                ask_all(conversation, policy, outcome, model=options.model)
+            for (conversation, own), part in zip(tasks, found, strict=True):
+                if own == setting and conversation["target_tokens"] == size:
+                    outcome.answers += part.answers
+            right = {(a.conversation, a.number) for a in outcome.told if a.is_right}
+            if setting.policy == "full":
+                full |= right
+            of_full = {
+                key for key in full if key in {(a.conversation, a.number) for a in outcome.told}
+            }
+            kept = f"{len(right & of_full)}/{len(of_full)}" if of_full else "-"
             cells = [f"{outcome.right[kind]}/{outcome.asked[kind]}" for kind in KINDS]
-            decisions = ", ".join(f"{n} {name}" for name, n in outcome.decisions.most_common())
+            budget = "all" if setting.policy == "full" else f"1/{setting.divisor}"
             print(
-                f"| {policy} | {size} |", " | ".join(cells), f"| {outcome.recalled:.1%} |",
-                f"{outcome.gold_share:.1%} | {decisions} | {outcome.seconds:.0f} |", flush=True,
-            )  # fmt: skip
+                f"| {setting.policy} | {budget} | {setting.block_tokens} | {size} |",
+                " | ".join(cells),
+                f"| {outcome.recalled:.1%} | {kept} | {outcome.gold_share:.1%} |",
+                flush=True,
+            )
+            lines += [
+                {**asdict(setting), **asdict(a), "right": a.is_right} for a in outcome.answers
+            ]
             if options.wrong:
-                for text, expected, said in outcome.wrong:
-                    print(f"    {text}\n      expected {expected!r}\n      said     {said!r}")
+                for answer in outcome.answers:
+                    if not answer.is_right:
+                        print(f"    {answer.text}\n      expected {answer.expected!r}")
+                        print(f"      said     {answer.said!r}, {answer.seen}/{answer.gold} seen")
+    if options.out is not None:
+        options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

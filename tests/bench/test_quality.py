@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,12 +12,17 @@ from numpy.typing import NDArray
 from words import Words
 
 from kvmem.bench.generators.harbor import Harbor
-from kvmem.bench.history import Reply, position_scores
+from kvmem.bench.history import EXACT_MASS, EngineHistory, Reply, position_scores
 from kvmem.bench.quality import FULL, GOLD, STOCK, Policy, Record, measure
 from kvmem.bench.recall import RecallSpec, run_recall
 from kvmem.bench.summary import gates, summarise
+from kvmem.bench.twin import rotated
 from kvmem.bench.workload import Prompt, Question, WorkloadSpec, make_prompt
+from kvmem.engine.calibration import Calibration
+from kvmem.engine.engine import Engine
+from kvmem.engine.fingerprint import fingerprint
 from kvmem.errors import ConfigError
+from kvmem.kv.rope import unrotate
 from kvmem.kv.scorers import Scores
 
 BLOCK = 32
@@ -48,7 +54,8 @@ class PlayedHistory:
         self._question = question
         return "all" if self._visible is None else f"{len(self._visible)} blocks"
 
-    def score(self, query: str, scorer: str) -> Scores:
+    def score(self, query: str, scorer: str, *, picked: bool = False) -> Scores:
+        assert not picked
         if scorer == "recency":
             return position_scores(self.n_blocks)
         assert query in ("all", f"{BUDGET_BLOCKS} blocks")
@@ -169,6 +176,83 @@ def test_what_is_visible_changes_the_logits(tiny_records: list[Record]) -> None:
     assert all(record.kl_nats > 1e-4 for record in by_policy(tiny_records, "recency"))
     # The history was read in pieces under the budget, so stock K and V differ from ours.
     assert all(record.kl_nats > 0 for record in by_policy(tiny_records, STOCK))
+
+
+def test_calibrated_pairs_and_exact_mass_are_policies(tiny_llama: Path, tmp_path: Path) -> None:
+    pairs = Calibration(
+        fingerprint=fingerprint(tiny_llama),
+        type_k="q8_0",
+        type_v="q8_0",
+        pairs=((0, 1), (1, 0), (1, 1), (0, 0)),
+        slice_tokens=8,
+    )
+    pairs.save(tmp_path / "all.json")
+    spec = RecallSpec(
+        model=tiny_llama,
+        n_prompts=1,
+        n_facts=2,
+        n_paraphrased=0,
+        stock=False,
+        policies=(
+            Policy("heads", "first"),
+            Policy("heads", "first", picked=True),
+            Policy("heads", "first", neighbours=False),
+            Policy(EXACT_MASS, "ideal", neighbours=False),
+            Policy("recency", "none"),
+        ),
+        calibration=str(tmp_path / "all.json"),
+        n_threads=1,
+    )
+    records = list(run_recall(spec))
+    of = {name: by_policy(records, name) for name in {record.policy for record in records}}
+    # all pairs in the same slices, in another order: the same blocks
+    for plain, picked in zip(of["heads @first"], of["heads* @first"], strict=True):
+        assert picked.gold_rank == plain.gold_rank
+        assert picked.kl_nats == pytest.approx(plain.kl_nats, abs=1e-6)
+    assert all(record.new_blocks == 0 for record in of["recency"])
+    assert any(record.new_blocks > 0 for record in of["exact mass alone @ideal"])
+    with pytest.raises(ConfigError, match="calibration"):
+        list(run_recall(replace(spec, calibration="off")))
+
+
+def test_exact_mass_is_what_attention_gives_each_block(tiny_llama: Path) -> None:
+    """Its keys and queries carry their positions: turned forward and back they are as before."""
+    spec = RecallSpec(model=tiny_llama, n_prompts=1, n_threads=1)
+    with Engine(spec.engine(tiered=True)) as engine:
+        prompt = make_prompt(
+            Harbor(), engine.vocab, WorkloadSpec(n_facts=1, n_paraphrased=0), seed=0
+        )
+        history = EngineHistory.read(engine, prompt.history)
+        history.restrict(None)
+        query = history.ask(prompt.questions[0])
+        scores = history.score(query, EXACT_MASS)
+        layer = engine.tiered.layout.layers[0]
+        rows = np.random.default_rng(0).normal(size=(5, 2, layer.head_dim_k)).astype(np.float32)
+        pos = np.tile(np.array([7, 400, 2999, 3000, 3001], np.int32)[:, None], (1, 4))
+        turned = rotated(rows, pos, layer.rope_k)
+        assert not np.allclose(turned, rows, atol=0.1)
+        unrotate(turned, pos, layer.rope_k)
+        assert np.allclose(turned, rows, atol=1e-5)
+    n_rows = query.n_rows * sum(layer.n_head for layer in query.layout.layers)
+    assert scores.blocks.sum() == pytest.approx(n_rows, rel=1e-5)
+    assert scores.blocks.min() >= 0
+
+
+def test_a_history_can_be_read_by_what_its_chunks_ask_for(tiny_llama: Path) -> None:
+    spec = RecallSpec(
+        model=tiny_llama,
+        n_prompts=1,
+        n_facts=1,
+        n_paraphrased=0,
+        stock=False,
+        policies=(Policy("recency", "none"),),
+        n_threads=1,
+    )
+    plain = list(run_recall(spec))
+    chosen = list(run_recall(replace(spec, by_chunk=True)))
+    assert [r.gold_recall for r in chosen] == [r.gold_recall for r in plain]
+    # the keys and values were computed while other blocks were visible
+    assert by_policy(chosen, "recency")[0].kl_nats != by_policy(plain, "recency")[0].kl_nats
 
 
 def test_large_blocks_leave_room_for_the_question(tiny_llama: Path) -> None:

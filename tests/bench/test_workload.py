@@ -6,12 +6,14 @@ from collections import Counter
 import pytest
 from words import Words
 
+from kvmem.bench.generators.agent import Agent
 from kvmem.bench.generators.base import Generator
 from kvmem.bench.generators.harbor import Harbor
 from kvmem.bench.generators.office import Office
 from kvmem.bench.workload import WorkloadSpec, make_prompt, make_prompts
 
-GENERATORS: list[Generator] = [Harbor(), Office()]
+GENERATORS: list[Generator] = [Harbor(), Office(), Agent()]
+SEVERAL = {"values", "hop", "count"}
 COMMON = {"the", "a", "is", "of", "at", "for", "to", "under", "in", "has", "will"}
 SPEC = WorkloadSpec(n_tokens=4000)
 
@@ -38,10 +40,19 @@ def test_gold_spans_hold_the_value_and_lie_outside_head_and_tail(
     for prompt in make_prompts(generator, words, SPEC, range(4)):
         assert len(prompt.questions) == 6 + 2
         for question in prompt.questions:
-            (span,) = question.gold
-            assert question.value_text in words.text(prompt.history[span.start : span.stop])
-            assert span.start >= 0.05 * SPEC.n_tokens
-            assert span.stop <= SPEC.n_tokens - 512
+            said = [words.text(prompt.history[span.start : span.stop]) for span in question.gold]
+            assert (len(said) > 1) == (question.kind in SEVERAL)
+            if question.kind == "count":
+                assert question.value_text == str(len(said))
+            elif question.kind == "values":
+                assert all(text.split()[-1] in question.value_text for text in said)
+            else:
+                assert question.value_text in said[-1]
+            for span in question.gold:
+                assert span.start >= 0.05 * SPEC.n_tokens
+                assert span.stop <= SPEC.n_tokens - 512
+            starts = [span.start for span in question.gold]
+            assert starts == sorted(starts)
 
 
 @pytest.mark.parametrize("generator", GENERATORS, ids=lambda g: g.name)
@@ -58,9 +69,9 @@ def test_every_statement_is_said_once(generator: Generator, words: Words) -> Non
     prompt = make_prompt(generator, words, SPEC, seed=3)
     text = words.text(prompt.history)
     for question in prompt.questions:
-        (span,) = question.gold
-        statement = words.text(prompt.history[span.start : span.stop])
-        assert text.count(statement) == 1
+        for span in question.gold:
+            statement = words.text(prompt.history[span.start : span.stop])
+            assert text.count(statement) == 1
 
 
 def test_a_paraphrased_question_shares_no_rare_word_with_its_fact(words: Words) -> None:
@@ -70,7 +81,7 @@ def test_a_paraphrased_question_shares_no_rare_word_with_its_fact(words: Words) 
             kinds = Counter(question.shares_word for question in prompt.questions)
             assert kinds == {True: 6, False: 2}
             for question in prompt.questions:
-                (span,) = question.gold
+                span = question.gold[0]
                 statement = words.text(prompt.history[span.start : span.stop])
                 asked = set(re.findall(r"[a-z]+", question.text.lower()))
                 said = set(re.findall(r"[a-z]+", statement.lower()))

@@ -5,13 +5,14 @@ quick ones on 15 questions, the slow ones on all 300.
 """
 
 import pytest
-from recall_heldout import Outcome, ask_all, load
+from recall_heldout import Outcome, Setting, ask_all, load
 
 
 def ask(policy: str, tokens: tuple[int, ...], limit: int | None = None) -> Outcome:
+    """At a quarter of the history, in units of 16 tokens."""
     outcome = Outcome()
     for conversation in load(tokens, limit):
-        ask_all(conversation, policy, outcome)
+        ask_all(conversation, Setting(policy=policy), outcome)
     return outcome
 
 

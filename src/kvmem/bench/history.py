@@ -4,21 +4,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 from time import perf_counter
-from typing import NamedTuple, Protocol, Self
+from typing import Final, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmem.bench.twin import rotated, softmax_mass
 from kvmem.bench.workload import Question
+from kvmem.engine.calibration import Calibration, scoring
 from kvmem.engine.engine import Engine
 from kvmem.engine.memory import PlainMemory, TieredMemory
 from kvmem.engine.retrieve import choose
 from kvmem.engine.session import Session
+from kvmem.errors import ConfigError, StateError
+from kvmem.kv.layout import Pair
 from kvmem.kv.query import MAX_ROWS, Query, pick_evenly
-from kvmem.kv.scorers import Scores
+from kvmem.kv.scorers import ScoreInputs, Scores, run_scorer
 from kvmem.kv.summary import KeySummaries
 
 __all__ = [
+    "EXACT_MASS",
     "Answerer",
     "EngineHistory",
     "HistoryUnderTest",
@@ -26,6 +31,9 @@ __all__ = [
     "StockHistory",
     "position_scores",
 ]
+
+EXACT_MASS: Final = "exact mass"
+"""A scorer of this bench alone: attention mass of every key, which no summary can know better."""
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -69,8 +77,8 @@ class HistoryUnderTest(Answerer, Protocol):
         """The query of a question, made under what is visible now."""
         ...
 
-    def score(self, query: Query, scorer: str) -> Scores:
-        """A score for each block, higher is better."""
+    def score(self, query: Query, scorer: str, *, picked: bool = False) -> Scores:
+        """A score for each block, higher is better. picked: by the calibrated pairs alone."""
         ...
 
     def select(self, scores: Scores, question: Question) -> I32:
@@ -100,19 +108,41 @@ class EngineHistory:
     reserve that holds history and answer gives full attention over the same stored K and V.
     """
 
-    def __init__(self, engine: Engine, session: Session) -> None:
+    def __init__(
+        self, engine: Engine, session: Session, calibration: Calibration | None = None
+    ) -> None:
         self._engine = engine
         self._session = session
         self._memory: TieredMemory = session.tiered
         self._memory.seal()
+        self._keys: dict[Pair, F32] = {}
+        self._picked: KeySummaries | None = None
+        self._asked_pos = np.empty((0, 4), np.int32)
+        if calibration is not None:
+            chosen = scoring(self._memory.layout, calibration)
+            self._picked = self._memory.summarise(chosen.pairs, chosen.slice_tokens)
         self._memory.save_checkpoint()  # a hybrid comes back to here after each question
 
     @classmethod
-    def read(cls, engine: Engine, tokens: Sequence[int]) -> Self:
-        """Read tokens into a new session."""
+    def read(
+        cls,
+        engine: Engine,
+        tokens: Sequence[int],
+        *,
+        calibration: Calibration | None = None,
+        by_chunk: bool = False,
+    ) -> Self:
+        """Read tokens into a new session.
+
+        by_chunk: each chunk is read twice, the second time while the blocks are visible that it
+        asked for in the first; else while the first and the newest are.
+        """
         session = engine.session()
-        session.read(tokens)
-        return cls(engine, session)
+        if by_chunk:
+            _read_by_chunk(session, np.asarray(tokens, np.int32))
+        else:
+            session.read(tokens)
+        return cls(engine, session, calibration)
 
     @property
     def block_tokens(self) -> int:
@@ -156,11 +186,52 @@ class EngineHistory:
             for layer, tapped in zip(layers, memory.port.end_tap(), strict=True):
                 by_layer[layer] = tapped
             pos = np.ascontiguousarray(memory.working_set.pos[start + rows])
+        self._asked_pos = pos
         pairs = memory.summaries.pairs
         return Query.from_tap(memory.layout, pairs, by_layer, pos, tokens[content])
 
-    def score(self, query: Query, scorer: str) -> Scores:
-        return self._session.score(query, scorer)
+    def score(self, query: Query, scorer: str, *, picked: bool = False) -> Scores:
+        memory = self._memory
+        if scorer == EXACT_MASS:
+            edges = np.zeros((self.n_blocks, 2), np.float32)
+            return Scores(scorer, self._exact_mass(query), edges)
+        if not picked:
+            return self._session.score(query, scorer)
+        if self._picked is None:
+            raise ConfigError("calibration", "none", "found for this model: run kvmem calibrate")
+        return run_scorer(
+            scorer,
+            ScoreInputs(
+                n_blocks=self._picked.n_blocks,
+                query=query,
+                summaries=self._picked,
+                lexical=memory.lexical,
+                scratch=memory.scratch,
+            ),
+        )
+
+    def _exact_mass(self, query: Query) -> F32:
+        """Softmax mass of each block over all layers and heads, with positions: f32 [n_blocks].
+
+        The query must be the newest that was asked, for its positions.
+        """
+        memory = self._memory
+        layers = memory.layout.layers
+        if not self._keys:
+            plain = self.summaries(slice_tokens=1)
+            pos = np.ascontiguousarray(memory.working_set.pos[: plain.n_slices])
+            for index, pair in enumerate(plain.pairs):
+                keys = rotated(plain.keys(index)[:, None], pos, layers[pair.layer].rope_k)
+                self._keys[pair] = keys[:, 0]
+        mass = np.zeros(len(next(iter(self._keys.values()))))
+        for pair, keys in self._keys.items():
+            layer = layers[pair.layer]
+            rows = rotated(query.heads(pair), self._asked_pos, layer.rope_q)
+            mass += softmax_mass(rows.reshape(-1, rows.shape[2]), keys, layer.score_scale)
+        blocks = np.zeros(self.n_blocks, np.float32)
+        n_sealed = len(mass) // self.block_tokens
+        blocks[:n_sealed] = mass.reshape(n_sealed, -1).sum(axis=1)
+        return blocks
 
     def select(self, scores: Scores, question: Question) -> I32:
         # As a session chooses: the question's tokens count, and its first block is the newest one.
@@ -189,6 +260,22 @@ def position_scores(n_blocks: int, *, first: Sequence[int] | NDArray[np.integer]
     blocks = np.arange(n_blocks, dtype=np.float32)
     blocks[np.asarray(first, np.int64)] += n_blocks
     return Scores("position", blocks, np.zeros((n_blocks, 2), np.float32))
+
+
+def _read_by_chunk(session: Session, tokens: I32) -> None:
+    memory = session.tiered
+    if memory.is_hybrid:
+        raise StateError("what each chunk asks for is tried on attention alone")
+    n_chunk = memory.chunk_tokens
+    for start in range(0, len(tokens), n_chunk):
+        chunk = tokens[start : start + n_chunk]
+        if memory.working_set.room() < len(chunk):
+            query = session.query(chunk, pick_evenly(len(chunk), MAX_ROWS).tolist())
+            n_new = memory.n_blocks_of(start + len(chunk)) - memory.working_set.n_blocks
+            memory.seal()
+            scores = session.score(query, "fused")
+            session.apply(session.select(scores, budget_blocks=memory.budget_blocks - n_new))
+        session.read(chunk)
 
 
 @contextmanager

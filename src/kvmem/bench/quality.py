@@ -7,13 +7,14 @@ with full attention over the same stored K and V.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.bench import metrics
-from kvmem.bench.history import Answerer, HistoryUnderTest, position_scores
+from kvmem.bench.history import EXACT_MASS, Answerer, HistoryUnderTest, position_scores
 from kvmem.bench.workload import Prompt, Question
 from kvmem.kv.query import Query
 from kvmem.kv.scorers import Scores
@@ -36,14 +37,19 @@ class Policy:
 
     query: `first` sees what is resident when the question arrives (sink and newest), as a server
     does; `ideal` sees the whole history, which no bounded pool can; `none` reads no query rows.
+    picked: by the pairs of a calibration (a star in the name), else by all of them.
+    neighbours: whether a block brings its neighbour along.
     """
 
     scorer: str
     query: QueryKind
+    picked: bool = False
+    neighbours: bool = True
 
     @property
     def name(self) -> str:
-        return self.scorer if self.query == "none" else f"{self.scorer} @{self.query}"
+        how = self.scorer + "*" * self.picked + " alone" * (not self.neighbours)
+        return how if self.query == "none" else f"{how} @{self.query}"
 
 
 POLICIES: Final = (
@@ -54,12 +60,27 @@ POLICIES: Final = (
 )
 """All scorers; the references (gold, full, stock) are always measured beside them."""
 
+CALIBRATED: Final = (
+    *(Policy(scorer, "first", picked=True) for scorer in ("fused", "heads")),
+    *(Policy(scorer, "ideal", picked=True) for scorer in ("fused", "heads")),
+)
+"""Measured beside them where the model has a calibration."""
+
+ABLATIONS: Final = (
+    *(Policy(s, "first", picked=True, neighbours=False) for s in ("fused", "heads")),
+    *(Policy(s, "first", neighbours=False) for s in ("fused", "heads")),
+    Policy(EXACT_MASS, "ideal", neighbours=False),
+)
+"""What a part of the method is worth, and the blocks with the largest exact attention mass."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """One question under one policy. What cannot be measured is NaN.
 
-    selected_blocks: blocks that were visible; gold_recall and gold_rank as in metrics.
+    depth: where the evidence begins, 0 for the start of the history. parts: places of it.
+    selected_blocks: blocks that were visible; gold_recall and gold_rank as in metrics; whole: all
+    of the evidence was visible. new_blocks: that the first and newest ones do not hold.
     kl_nats, top1: the answer turn against full attention over the same K and V.
     forced: the value was on top at each step after the forced start; free: the value stands in a
     greedy answer without it, None when it was not tried.
@@ -69,9 +90,14 @@ class Record:
     seed: int
     kind: str
     shares_word: bool
+    depth: float
+    parts: int
     policy: str
     selected_blocks: int
+    new_blocks: int
+    score_ms: float
     gold_recall: float
+    whole: bool
     gold_rank: float
     kl_nats: float
     top1: float
@@ -133,6 +159,7 @@ class _QuestionBench:
         self._history = history
         self._stock = stock
         self._free = free
+        self._newest = np.empty(0, np.int32)
         self._order: NDArray[np.int64] | None = None
         if shuffle:
             rng = np.random.default_rng([prompt.seed, question.gold[0].start])
@@ -151,20 +178,27 @@ class _QuestionBench:
         gold = self._gold_selection()
         yield self._record(GOLD, gold, self._answer_under(gold), full, scores=None)
         for policy in policies:
-            scores = history.score(queries[policy.query], policy.scorer)
+            started = perf_counter()
+            scores = history.score(queries[policy.query], policy.scorer, picked=policy.picked)
+            score_ms = 1e3 * (perf_counter() - started)
+            if not policy.neighbours:
+                scores = scores._replace(edges=np.zeros_like(scores.edges))
             if self._order is not None:
                 scores = scores._replace(
                     blocks=scores.blocks[self._order], edges=scores.edges[self._order]
                 )
             selection = history.select(scores, self._question)
             outcome = self._answer_under(selection)
-            yield self._record(policy.name, selection, outcome, full, scores=scores)
+            yield self._record(
+                policy.name, selection, outcome, full, scores=scores, score_ms=score_ms
+            )
 
     def _queries(self, policies: Sequence[Policy]) -> dict[str, Query]:
         """The queries that the policies need. `none` still carries the question's token ids."""
         history = self._history
         newest = history.select(position_scores(history.n_blocks), self._question)
         history.restrict(newest)
+        self._newest = newest
         first = history.ask(self._question)
         queries = {"first": first, "none": first}
         if any(policy.query == "ideal" for policy in policies):
@@ -199,9 +233,11 @@ class _QuestionBench:
         full: _Outcome,
         *,
         scores: Scores | None,
+        score_ms: float = float("nan"),
     ) -> Record:
         question, block_tokens = self._question, self._history.block_tokens
         rank = float("nan")
+        recall = metrics.gold_recall(selection, question.gold, block_tokens)
         if scores is not None:
             rank = metrics.gold_rank(scores.blocks, question.gold, block_tokens)
         found = None
@@ -212,9 +248,14 @@ class _QuestionBench:
             seed=self._prompt.seed,
             kind=question.kind,
             shares_word=question.shares_word,
+            depth=question.gold[0].start / len(self._prompt.history),
+            parts=len(question.gold),
             policy=policy,
             selected_blocks=len(selection),
-            gold_recall=metrics.gold_recall(selection, question.gold, block_tokens),
+            new_blocks=int((~np.isin(selection, self._newest)).sum()),
+            score_ms=score_ms,
+            gold_recall=recall,
+            whole=recall == 1.0,
             gold_rank=rank,
             kl_nats=metrics.kl_divergence(full.logits, outcome.logits),
             top1=metrics.top1_agreement(full.logits, outcome.logits),

@@ -7,9 +7,10 @@ from typing import Final
 
 from kvmem.bench.generators.catalogue import GENERATORS
 from kvmem.bench.history import EngineHistory, StockHistory
-from kvmem.bench.quality import POLICIES, Policy, Record, measure
+from kvmem.bench.quality import CALIBRATED, POLICIES, Policy, Record, measure
 from kvmem.bench.workload import WorkloadSpec, make_prompts
 from kvmem.config import EngineConfig, KvType, MemoryConfig, ModelConfig
+from kvmem.engine.calibration import Found, find
 from kvmem.engine.engine import Engine
 from kvmem.errors import ConfigError
 
@@ -21,7 +22,11 @@ ANSWER_TOKENS: Final = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecallSpec:
-    """What is measured: `n_prompts` histories of `n_tokens`, the budget, and how to choose."""
+    """What is measured: `n_prompts` histories of `n_tokens`, the budget, and how to choose.
+
+    calibration: as MemoryConfig has it; `policies` None: all, and the calibrated ones where there
+    is a calibration. by_chunk: what is visible while the history is read, see EngineHistory.read.
+    """
 
     model: Path
     generator: str = "harbor"
@@ -33,10 +38,13 @@ class RecallSpec:
     first_seed: int = 0
     budget_tokens: int = 512
     block_tokens: int = 32
+    recent_tokens: int | None = None
     kv_type: KvType = "q8_0"
     n_threads: int | None = None
     n_gpu_layers: int = 0
-    policies: tuple[Policy, ...] = POLICIES
+    policies: tuple[Policy, ...] | None = None
+    calibration: str = "auto"
+    by_chunk: bool = False
     stock: bool = True
     shuffle: bool = False
     free: bool = False
@@ -69,10 +77,19 @@ class RecallSpec:
                 budget_tokens=self.budget_tokens if tiered else None,
                 reserve_tokens=-(-room // self.block_tokens) * self.block_tokens,
                 block_tokens=self.block_tokens,
+                recent_tokens=self.recent_tokens,
                 type_k=self.kv_type,
                 type_v=self.kv_type,
+                calibration="off",  # all pairs are summarised; the bench picks from them
             ),
         )
+
+    def find_calibration(self) -> Found:
+        """The pairs that a server with these KV types would score with."""
+        memory = MemoryConfig(
+            type_k=self.kv_type, type_v=self.kv_type, calibration=self.calibration
+        )
+        return find(EngineConfig(model=ModelConfig(path=self.model), memory=memory))
 
 
 def run_recall(
@@ -85,13 +102,19 @@ def run_recall(
         n_lookalikes=spec.n_lookalikes,
         n_paraphrased=spec.n_paraphrased,
     )
+    calibration = spec.find_calibration().calibration
+    policies = spec.policies
+    if policies is None:
+        policies = (*POLICIES, *CALIBRATED) if calibration else POLICIES
     with Engine(spec.engine(tiered=True)) as tiered, Engine(spec.engine(tiered=False)) as plain:
         prompts = make_prompts(GENERATORS[spec.generator](), tiered.vocab, workload, spec.seeds)
         yield from measure(
             prompts,
-            lambda prompt: EngineHistory.read(tiered, prompt.history),
+            lambda prompt: EngineHistory.read(
+                tiered, prompt.history, calibration=calibration, by_chunk=spec.by_chunk
+            ),
             (lambda prompt: StockHistory(plain, prompt.history)) if spec.stock else None,
-            policies=spec.policies,
+            policies=policies,
             shuffle=spec.shuffle,
             free=spec.free,
             report=report,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvmem.bench.details import clusters
 from kvmem.bench.metrics import Interval, bootstrap, kle
 from kvmem.bench.quality import FULL, GOLD, STOCK, Record
 
@@ -65,7 +66,7 @@ def summarise(records: Sequence[Record]) -> list[Row]:
 
 
 def _interval(records: Sequence[Record], value: Callable[[Record], float]) -> Interval:
-    return bootstrap([float(value(r)) for r in records], [r.seed for r in records])
+    return bootstrap([float(value(r)) for r in records], clusters(records))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +92,10 @@ def gates(rows: Sequence[Row]) -> list[Gate]:
     """
     by_name = {row.policy: row for row in rows}
     found = []
-    if fused := by_name.get("fused @first"):
-        found.append(Gate("fused @first", "gold recall", fused.gold_recall.mean, 0.80, True))
-        found.append(Gate("fused @first", "KL, nats", fused.kl_nats.mean, 0.35, False))
+    fused = by_name.get("fused* @first") or by_name.get("fused @first")
+    if fused is not None:
+        found.append(Gate(fused.policy, "gold recall", fused.gold_recall.mean, 0.80, True))
+        found.append(Gate(fused.policy, "KL, nats", fused.kl_nats.mean, 0.35, False))
     if heads := by_name.get("heads @ideal"):
         found.append(Gate("heads @ideal", "gold recall", heads.gold_recall.mean, 0.70, True))
         if cosine := by_name.get("cosine @ideal"):

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmem.kv.layout import Pair
+from kvmem.kv.layout import Pair, RopeSpec
 from kvmem.kv.query import Query
+from kvmem.kv.rope import unrotate
 from kvmem.kv.summary import KeySummaries
 
-__all__ = ["pair_slices", "scored_slices"]
+__all__ = ["pair_slices", "rotated", "scored_slices", "softmax_mass"]
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -42,3 +43,23 @@ def scored_slices(
     return np.stack(
         [pair_slices(query, pair, summaries.keys(index[pair]), power=power) for pair in chosen]
     )
+
+
+def rotated(rows: F32, pos: NDArray[np.int32], spec: RopeSpec | None) -> F32:
+    """Rows [n, n_heads, head_dim] as attention sees them at pos [n, 4]; their length is kept.
+
+    Turning back from the mirrored position turns forward.
+    """
+    out = np.array(rows, np.float32, order="C")
+    if spec is not None:
+        unrotate(out, np.ascontiguousarray(-pos), spec)
+    return out
+
+
+def softmax_mass(rows: F32, keys: F32, scale: float) -> F64:
+    """Sum over rows of the softmax over all keys: f64 [n_keys]."""
+    logits = rows.astype(np.float64) @ keys.T.astype(np.float64) * scale
+    logits -= logits.max(axis=1, keepdims=True)
+    p = np.exp(logits)
+    total: F64 = (p / p.sum(axis=1, keepdims=True)).sum(axis=0)
+    return total

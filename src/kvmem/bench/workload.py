@@ -72,7 +72,7 @@ class WorkloadSpec:
     plain: bool = False
 
     def __post_init__(self) -> None:
-        # What the lists of the shorter generator last for.
+        # What the lists of the shortest generator last for.
         if not 1 <= self.n_facts <= 6:
             raise ValueError(f"n_facts is {self.n_facts}, but must be from 1 to 6")
         if not 0 <= self.n_paraphrased <= 5:
@@ -127,7 +127,7 @@ def make_prompt(
     spans = writer.write(generator, rng, plan)
     frame = writer.frame
     questions = tuple(
-        _question(tokenizer, frame, fact, spans[index]) for index, fact in enumerate(facts)
+        _question(tokenizer, frame, fact, tuple(spans[index])) for index, fact in enumerate(facts)
     )
     return Prompt(
         generator=generator.name,
@@ -166,6 +166,11 @@ def _plan(rng: random.Random, facts: Sequence[Fact], n_tokens: int) -> list[_Pla
         for stratum, index in enumerate(order)
     ]
     for fact, place in [(facts[p.fact], p) for p in planted]:
+        # What belongs to one answer stands in strata of its own, in the order of its parts.
+        for part, statement in enumerate(fact.parts):
+            left = last - place.at_tokens
+            at = place.at_tokens + left * (part + 0.2 + 0.8 * rng.random()) / len(fact.parts)
+            planted.append(_Planted(int(at), statement, place.fact, False))
         for statement in fact.lookalikes:
             # An old value has to come before its correction.
             stop = place.at_tokens if fact.kind == "updated" else last
@@ -184,9 +189,9 @@ class _Writer:
 
     def write(
         self, generator: Generator, rng: random.Random, plan: list[_Planted]
-    ) -> dict[int, Span]:
-        """Returns the span of each fact by its index."""
-        spans: dict[int, Span] = {}
+    ) -> dict[int, list[Span]]:
+        """Returns the spans of each fact by its index."""
+        spans: dict[int, list[Span]] = {}
         waiting = list(plan)
         closing = self._ids(self.frame.closed)
         self._turn(Turn("system", (generator.opening(),)), waiting=[], spans=spans)
@@ -204,7 +209,7 @@ class _Writer:
     def _is_due(self, waiting: list[_Planted]) -> bool:
         return bool(waiting) and waiting[0].at_tokens <= len(self.tokens)
 
-    def _turn(self, turn: Turn, *, waiting: list[_Planted], spans: dict[int, Span]) -> None:
+    def _turn(self, turn: Turn, *, waiting: list[_Planted], spans: dict[int, list[Span]]) -> None:
         self._add(self.frame.open(turn.role))
         for piece in turn.pieces:
             self._add(piece)
@@ -214,17 +219,17 @@ class _Writer:
                 start = len(self.tokens)
                 self._add(planted.statement + "\n")
                 if planted.fact >= 0:
-                    spans[planted.fact] = Span(start, len(self.tokens))
+                    spans.setdefault(planted.fact, []).append(Span(start, len(self.tokens)))
         self._add(self.frame.closed)
 
-    def _exchange(self, planted: _Planted, spans: dict[int, Span]) -> None:
+    def _exchange(self, planted: _Planted, spans: dict[int, list[Span]]) -> None:
         """The user tells a fact; the assistant repeats it. Both are gold."""
         self._add(self.frame.open("user") + "Please remember this.\n")
         start = len(self.tokens)
         self._add(planted.statement)
         self._add(self.frame.closed + self.frame.open("assistant"))
         self._add(planted.statement)
-        spans[planted.fact] = Span(start, len(self.tokens))
+        spans.setdefault(planted.fact, []).append(Span(start, len(self.tokens)))
         self._add(self.frame.closed)
 
     def _add(self, text: str) -> None:
@@ -234,7 +239,7 @@ class _Writer:
         return [int(token) for token in self._tokenizer.tokenize(text, parse_special=True)]
 
 
-def _question(tokenizer: Tokenizer, frame: Frame, fact: Fact, gold: Span) -> Question:
+def _question(tokenizer: Tokenizer, frame: Frame, fact: Fact, gold: tuple[Span, ...]) -> Question:
     text = fact.question
     opening = tokenizer.tokenize(frame.open("user"), parse_special=True)
     asked = tokenizer.tokenize(text, parse_special=False)
@@ -247,6 +252,6 @@ def _question(tokenizer: Tokenizer, frame: Frame, fact: Fact, gold: Span) -> Que
         content=Span(len(opening), len(opening) + len(asked)),
         prefix=tuple(tokenizer.tokenize(fact.prefix, parse_special=False)),
         value=tuple(tokenizer.tokenize(" " + fact.value, parse_special=False)),
-        gold=(gold,),
+        gold=gold,
         shares_word=fact.shares_word,
     )

@@ -36,7 +36,8 @@ Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 def recall(
     model: Model = None,
     generator: Annotated[
-        Literal["harbor", "office"], Option(help="Which text generator makes the histories.")
+        Literal["harbor", "office", "agent"],
+        Option(help="Which text generator makes the histories."),
     ] = "harbor",
     tokens: Annotated[int, Option(help="Length of each history.")] = 3072,
     prompts: Annotated[int, Option(help="Histories; each has eight questions.")] = 8,
@@ -82,7 +83,9 @@ def recall(
         kv_type=kv_dtype,
         n_threads=threads or None,
         n_gpu_layers=n_gpu_layers,
-        policies=tuple(policy for policy in POLICIES if policy.scorer in wanted),
+        policies=tuple(policy for policy in POLICIES if policy.scorer in wanted)
+        if scorer
+        else None,
         shuffle=shuffle,
         free=free,
     )

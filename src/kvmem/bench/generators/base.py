@@ -14,7 +14,8 @@ class Fact:
     statement: the whole text that states it, as it stands in the history.
     question: asks for it; shares_word says whether with a rare word of the statement.
     prefix: the start of the answer, up to the value.
-    value: the answer; `statement` holds it.
+    value: the answer; `statement` holds it, or the last of `parts`, or they hold it together.
+    parts: further statements that the answer needs, told later in the history, in this order.
     lookalikes: statements of the same form about something else, with other values.
     confirmed: the user tells the fact in a turn of its own and the assistant repeats it.
     """
@@ -27,6 +28,7 @@ class Fact:
     shares_word: bool = True
     lookalikes: tuple[str, ...] = ()
     confirmed: bool = False
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
