@@ -47,6 +47,7 @@ class Setting:
     policy: str
     divisor: int = 4
     block_tokens: int = 16
+    model: Path = MODEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +108,11 @@ class Outcome:
         return sum(answer.seen for answer in self.answers) / gold if gold else 1.0
 
 
-def load(tokens: Sequence[int] = (1024, 2048, 4096), limit: int | None = None) -> list[Any]:
+def load(
+    tokens: Sequence[int] = (1024, 2048, 4096), limit: int | None = None, path: Path = HELDOUT
+) -> list[Any]:
     """Conversations of these lengths, at most `limit` of each."""
-    items = [json.loads(line) for line in HELDOUT.read_text(encoding="utf-8").splitlines()]
+    items = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [
         item
         for size in tokens
@@ -166,7 +169,7 @@ def _ask_all(
         **memory,
     }
     config = EngineConfig(
-        model=ModelConfig(path=MODEL, n_threads=1), memory=MemoryConfig(**settings)
+        model=ModelConfig(path=setting.model, n_threads=1), memory=MemoryConfig(**settings)
     )
     with Engine(config) as engine, ChatTemplate(engine.model) as template:
         renderer = ChatRenderer(template, engine.vocab)
@@ -211,9 +214,11 @@ def _ask_one(task: tuple[dict[str, Any], Setting]) -> Outcome:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--limit", type=int, help="conversations of each length")
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--questions", type=Path, default=HELDOUT, help="written by recall_tokens")
     parser.add_argument("--divisor", type=int, nargs="+", default=[4], help="4 for a quarter")
     parser.add_argument("--block", type=int, nargs="+", default=[16], help="tokens of a block")
     parser.add_argument("--jobs", type=int, default=1, help="conversations at a time")
@@ -221,12 +226,13 @@ def main() -> None:
     parser.add_argument("--wrong", action="store_true", help="print wrong answers")
     options = parser.parse_args()
     settings = [
-        Setting(policy=policy, divisor=divisor, block_tokens=block)
+        Setting(policy=policy, divisor=divisor, block_tokens=block, model=options.model)
         for policy in options.policy
         for divisor in (options.divisor if policy != "full" else options.divisor[:1])
         for block in (options.block if policy != "full" else options.block[:1])
     ]
-    tasks = [(c, s) for s in settings for c in reversed(load(options.tokens, options.limit))]
+    conversations = load(options.tokens, options.limit, options.questions)
+    tasks = [(c, s) for s in settings for c in reversed(conversations)]
     with ProcessPoolExecutor(options.jobs) as pool:
         found = list(pool.map(_ask_one, tasks))
     full: set[tuple[str, int]] = set()
@@ -256,7 +262,8 @@ def main() -> None:
                 flush=True,
             )
             lines += [
-                {**asdict(setting), **asdict(a), "right": a.is_right} for a in outcome.answers
+                {**asdict(setting), "model": setting.model.name, **asdict(a), "right": a.is_right}
+                for a in outcome.answers
             ]
             if options.wrong:
                 for answer in outcome.answers:
