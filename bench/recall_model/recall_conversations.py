@@ -147,9 +147,10 @@ class _Author:
             if chance(self._style.question_rate * (0.4 + done)) and self._question_turn():
                 continue
             allowed = self._max_facts * min(1.0, 1.3 * done + 0.15)
-            if chance(0.45) and len(self._values) < allowed:
+            turn = self._speaker.between(0.0, 1.0)
+            if turn < 0.45 and len(self._values) < allowed:
                 self._telling_turn()
-            elif chance(0.5):
+            elif turn < 0.72:
                 self._tool_turn()
             else:
                 self._small_talk()
@@ -220,9 +221,10 @@ class _Author:
     def _tell(self, *, in_log: bool) -> list[Piece]:
         """A new fact, a new value or an alias; empty if there is enough of it."""
         chance, pick = self._speaker.chance, self._speaker.pick
-        if self._places and len(self._aliases) < self._max_aliases and chance(0.26):
+        news = self._speaker.between(0.0, 1.0)
+        if news < 0.26 and self._places and len(self._aliases) < self._max_aliases:
             return self._tell_alias()
-        if self._values and chance(0.2):
+        if news < 0.43 and self._values:
             attribute, place = pick(list(self._values))
             if len(self._values[attribute, place]) == MAX_VALUES:
                 return []
