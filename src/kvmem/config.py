@@ -153,6 +153,9 @@ class MemoryConfig:
         chosen for it; "legacy" always.
     query_policy: "user" asks with the last user message, and keeps its Q for what follows below it;
         "legacy" asks anew with all that is new from that message on.
+    conversations: histories that are kept and take turns on the device.
+    conversations_bytes: what they may take of the host limit together, while there are several;
+        None for all of it.
     ordered: place blocks in position order (bit-equality tests), at the cost of moves.
     """
 
@@ -170,6 +173,8 @@ class MemoryConfig:
     query_policy: QueryPolicy = "user"
     type_k: KvType = "q8_0"
     type_v: KvType = "q8_0"
+    conversations: int = 1
+    conversations_bytes: int | None = None
     ordered: bool = False
     batch_tokens: int = 512
     ubatch_tokens: int | None = None
@@ -221,6 +226,23 @@ class MemoryConfig:
                 )
                 object.__setattr__(self, name, value // block * block)
         _at_least("sink_tokens", self.sink_tokens, 0)
+        _at_least("conversations", self.conversations, 1)
+        if self.conversations_bytes is not None:
+            _at_least("conversations_bytes", self.conversations_bytes, 1)
+            if self.conversations == 1:
+                raise ConfigError(
+                    "conversations_bytes",
+                    self.conversations_bytes,
+                    "given with conversations of 2 or more",
+                )
+            if self.host_limit_bytes is not None and (
+                self.conversations_bytes > self.host_limit_bytes
+            ):
+                raise ConfigError(
+                    "conversations_bytes",
+                    self.conversations_bytes,
+                    f"at most host_limit_bytes={self.host_limit_bytes}, of which it is a part",
+                )
         if self.recent_tokens is not None:
             _at_least("recent_tokens", self.recent_tokens, 0)
         if self.host_limit_bytes is not None:

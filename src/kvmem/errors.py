@@ -5,6 +5,7 @@ KvmemError
 |-- DownloadError          a file could not be fetched: says what failed and what to try
 |-- ModelError             the model file cannot be used: names the file and the reason
 |-- CapacityError          memory that was asked for cannot be had
+|   `-- HostCapacityError      on the host: what is kept there may give way
 |-- RequestError           the request cannot be served as it is
 |   |-- ContextLengthError     the prompt is longer than the workspace
 |   `-- UnsupportedContentError
@@ -23,6 +24,7 @@ __all__ = [
     "DecodeError",
     "DownloadError",
     "EngineError",
+    "HostCapacityError",
     "KvmemError",
     "ModelError",
     "RequestError",
@@ -56,6 +58,10 @@ class ModelError(KvmemError):
 
 class CapacityError(KvmemError):
     """Memory that was asked for cannot be had."""
+
+
+class HostCapacityError(CapacityError):
+    """The limit on host memory is reached, or the machine has no more."""
 
 
 class RequestError(KvmemError):

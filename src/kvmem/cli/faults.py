@@ -26,6 +26,8 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "sink_tokens": "--kvmem-sink-tokens",
         "recent_tokens": "--kvmem-recent-tokens",
         "host_limit_bytes": "--kvmem-host-gb",
+        "conversations": "--kvmem-conversations",
+        "conversations_bytes": "--kvmem-conversations-gb",
         "scorer": "--kvmem-scorer",
         "type_k": "-ctk",
         "type_v": "-ctv",
@@ -47,6 +49,7 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "sink_tokens": "a smaller --kvmem-sink-tokens, or a larger --kvmem-budget",
         "recent_tokens": "a smaller --kvmem-recent-tokens, or a larger --kvmem-budget",
         "host_limit_bytes": "a smaller --kvmem-host-gb, or leave it out",
+        "conversations_bytes": "a smaller --kvmem-conversations-gb, or leave it out",
         "type_v": "--kv-dtype, which sets both",
         "port": "another --port, or 0 for any that is free",
     }
@@ -79,11 +82,10 @@ LATER: Mapping[str, str] = MappingProxyType(
             "that way of loading a model",
         ),
         **dict.fromkeys(
-            ("--kvmem-conversations", "--kvmem-conversations-gb", "--kvmem-session-ram-gb",
-             "--kvmem-session-nvme-gb", "--kvmem-session-cache-dir", "--kvmem-host-mib",
+            ("--kvmem-session-nvme-gb", "--kvmem-session-cache-dir", "--kvmem-host-mib",
              "--kvmem-disk-path", "--kvmem-disk-mib", "--kvmem-cpu-gb", "--kvmem-nvme-gb",
              "--kvmem-nvme-dir"),
-            "keeping several conversations, or one on disk",
+            "keeping conversations on disk",
         ),
         **dict.fromkeys(("--anthropic",), "the messages API"),
         **dict.fromkeys(

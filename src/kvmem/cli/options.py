@@ -161,6 +161,18 @@ class EngineOptions:
               help="Limit of the host store in GiB, taken as it fills and never passed. 0 for half "
               "of the free RAM."),
     ] = 0.0  # fmt: skip
+    conversations: Annotated[
+        int,
+        _flag("--kvmem-conversations", env="KVMEM_CONVERSATIONS", panel=MEMORY_PANEL,
+              help="Histories that are kept and take turns on the device."),
+    ] = 8  # fmt: skip
+    conversations_gb: Annotated[
+        float,
+        _flag("--kvmem-conversations-gb", "--kvmem-session-ram-gb", env="KVMEM_CONVERSATIONS_GB",
+              panel=MEMORY_PANEL,
+              help="GiB that all conversations may take of the host limit while there are several; "
+              "the least recently used leaves. 0 for all of it."),
+    ] = 0.0  # fmt: skip
     kv_dtype: Annotated[
         KvType,
         _flag("--kv-dtype", env="KVMEM_KV_DTYPE", panel=MEMORY_PANEL, help="Type of K and V."),
@@ -214,6 +226,10 @@ class EngineOptions:
                 sink_tokens=self.sink,
                 recent_tokens=self.recent,
                 host_limit_bytes=int(self.host_gb * GIB) if self.host_gb else None,
+                conversations=self.conversations,
+                conversations_bytes=(
+                    int(self.conversations_gb * GIB) if self.conversations_gb else None
+                ),
                 scorer=self.scorer,
                 calibration=self.calibration,
                 query_replay=self.query_replay,

@@ -88,6 +88,8 @@ class Plan:
             "max_checkpoints": MAX_CHECKPOINTS if self.checkpoint_bytes else 0,
             "all_checkpoint_bytes": self.all_checkpoint_bytes,
             "host_limit_bytes": sizes.host_limit_bytes,
+            "conversations": self.config.memory.conversations,
+            "conversations_bytes": self.config.memory.conversations_bytes,
             "history_tokens": self.n_history_tokens,
             "history_tokens_beside_checkpoints": self.n_easy_tokens,
             "scorer": self.config.memory.scorer,
@@ -198,6 +200,9 @@ def render_plan(made: Plan) -> str:
     add("reserve", reserve, reserve * row, sources["reserve_tokens"])
     add("device pool", sizes.pool_tokens, made.pool_bytes, f"budget + reserve, K/V {kinds}")
     add("host store limit", None, sizes.host_limit_bytes, sources["host_limit_bytes"])
+    memory = made.config.memory
+    shared = memory.conversations_bytes or sizes.host_limit_bytes
+    add("  conversations in it", None, shared, f"at most {memory.conversations} together")
     add("  a token in it", 1, facts.host_bytes_per_token, "K, V, summaries, tables")
     add("scorer", None, None, made.config.memory.scorer)
     add("  calibration", None, None, made.calibration.source)

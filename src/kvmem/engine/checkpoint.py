@@ -3,6 +3,7 @@
 Recurrent states by position. A hybrid model can go back to these and nowhere else.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,29 +22,40 @@ __all__ = ["Checkpoint", "Checkpoints"]
 MAX_CHECKPOINTS = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Checkpoint:
-    """The state after n_tokens tokens. state: u8."""
+    """The state after n_tokens tokens. state: u8. n_holders: histories that begin with them."""
 
     n_tokens: int
     state: NDArray[np.uint8]
+    n_holders: int = 1
 
 
 class Checkpoints:
     """The checkpoints of one history, ascending, counted against the host limit.
 
+    spare: buffers of dropped checkpoints, used again and still charged; histories share them.
+    make_room: called where the host limit leaves no room; True if something else has left.
     limit: how many are kept. When one too many is saved, the least missed one goes (see
     `_least_missed`), so that they stand densely where a history changes again and again, near its
     end, and thinly far behind.
     """
 
-    def __init__(self, context: Context, budget: HostBudget, limit: int = MAX_CHECKPOINTS) -> None:
+    def __init__(
+        self,
+        context: Context,
+        budget: HostBudget,
+        limit: int = MAX_CHECKPOINTS,
+        *,
+        spare: list[NDArray[np.uint8]] | None = None,
+        make_room: Callable[[], bool] | None = None,
+    ) -> None:
         self._context = context
         self._budget = budget
         self._limit = limit
         self._saved: list[Checkpoint] = []
-        # buffers of dropped checkpoints, used again and still charged
-        self._spare: list[NDArray[np.uint8]] = []
+        self._spare = [] if spare is None else spare
+        self._make_room = make_room
 
     def __len__(self) -> int:
         return len(self._saved)
@@ -84,12 +96,27 @@ class Checkpoints:
 
         Returns False if there is none.
         """
-        if not self._spare and not self._saved:
-            return False
+        while not self._spare and self._saved:
+            self._drop(self._least_missed())  # another history may hold it, too
         if not self._spare:
-            self._drop(self._least_missed())
+            return False
         self._budget.release(len(self._spare.pop()))
         return True
+
+    def branch(self, n_tokens: int) -> "Checkpoints":
+        """Those of a history that begins with the first n_tokens of this one."""
+        fresh = Checkpoints(
+            self._context,
+            self._budget,
+            self._limit,
+            spare=self._spare,
+            make_room=self._make_room,
+        )
+        for saved in self._saved:
+            if saved.n_tokens <= n_tokens:
+                saved.n_holders += 1
+                fresh._saved.append(saved)
+        return fresh
 
     def nearest(self, n_tokens: int) -> Checkpoint | None:
         """The newest checkpoint at or before n_tokens."""
@@ -122,6 +149,8 @@ class Checkpoints:
             try:
                 self._budget.charge(n_bytes, "a checkpoint of the recurrent state")
             except CapacityError:
+                if self._make_room is not None and self._make_room():
+                    continue
                 if not self._saved:
                     return None
                 self._drop(self._least_missed())
@@ -141,4 +170,7 @@ class Checkpoints:
         return 1 + ratios.index(min(ratios)) if ratios else 0
 
     def _drop(self, index: int) -> None:
-        self._spare.append(self._saved.pop(index).state)
+        dropped = self._saved.pop(index)
+        dropped.n_holders -= 1
+        if not dropped.n_holders:
+            self._spare.append(dropped.state)

@@ -8,6 +8,7 @@ from typing import Self
 
 from kvmem.config import EngineConfig, MemoryConfig, MemoryFacts, ModelConfig, PoolSizes
 from kvmem.engine.calibration import Found, find
+from kvmem.engine.conversations import Conversations
 from kvmem.engine.facts import memory_facts
 from kvmem.engine.memory import Memory, PlainMemory, TieredMemory, slack_blocks
 from kvmem.engine.session import Session
@@ -114,14 +115,21 @@ class Engine:
         return self.sizes.workspace_tokens
 
     def session(self) -> Session:
-        """A new, empty history.
+        """A new, empty session.
 
-        The engine holds one: the session before, if it is open, is closed.
+        The engine has one: the session before, if it is open, is closed.
         """
         memory = self.memory
         if self._session is not None:
             self._session.close()
-        self._session = Session(memory, self.vocab, self.n_ctx, self._turns)
+        conversations = None
+        if isinstance(memory, TieredMemory):
+            conversations = Conversations(
+                memory,
+                limit=self.config.memory.conversations,
+                limit_bytes=self.config.memory.conversations_bytes,
+            )
+        self._session = Session(memory, self.vocab, self.n_ctx, self._turns, conversations)
         return self._session
 
     def use_calibration(self, found: Found) -> None:

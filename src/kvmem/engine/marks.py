@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kvmem.engine.prompt import Prompt
 
-__all__ = ["Marks", "find_marks"]
+__all__ = ["Marks", "find_marks", "generation_start"]
 
 # Where messages are not marked: a generation prompt is some tokens long, and a tokenizer may join
 # the last ones with what follows.
@@ -22,6 +22,14 @@ class Marks:
 
     points: tuple[int, ...] = ()
     question: int | None = None
+
+
+def generation_start(prompt: Prompt) -> int:
+    """Where the last message ends, and what opens the reply begins."""
+    n_tokens = len(prompt.tokens)
+    if prompt.spans and n_tokens - prompt.spans[-1].span.stop <= MAX_GENERATION_TOKENS:
+        return prompt.spans[-1].span.stop
+    return max(0, n_tokens - GENERATION_TOKENS)
 
 
 def find_marks(prompt: Prompt, *, shared: int) -> Marks:
@@ -44,8 +52,5 @@ def find_marks(prompt: Prompt, *, shared: int) -> Marks:
         start = prompt.query_span.start
         question = max((span.stop for span in spans if span.stop <= start), default=start)
         points.add(question)
-    generation = n_tokens - GENERATION_TOKENS
-    if spans and n_tokens - spans[-1].stop <= MAX_GENERATION_TOKENS:
-        generation = spans[-1].stop
-    points.add(generation)
+    points.add(generation_start(prompt))
     return Marks(tuple(sorted(p for p in points if 0 < p < n_tokens)), question)

@@ -1,13 +1,13 @@
-"""The memory of one history: what the engine does to tokens, in terms of blocks.
+"""The memory of histories: what the engine does to tokens, in terms of blocks.
 
-TieredMemory keeps a bounded working set on the device and everything on the host; PlainMemory is
-stock llama.cpp.
+TieredMemory keeps a bounded working set on the device and everything on the host; what takes turns
+on the device is the business of engine.switching. PlainMemory is stock llama.cpp.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Literal
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 from kvmem.config import MemoryConfig, PoolSizes
 from kvmem.engine.calibration import Calibration, Scoring, scoring
 from kvmem.engine.checkpoint import Checkpoints
+from kvmem.engine.conversation import Conversation
+from kvmem.engine.plain import Outputs, PlainMemory
 from kvmem.engine.stats import PhaseTimes
-from kvmem.errors import Cancelled, CapacityError
+from kvmem.errors import Cancelled, CapacityError, HostCapacityError
 from kvmem.kv.budget import HostBudget
+from kvmem.kv.history import History
 from kvmem.kv.lexical import LexicalIndex
 from kvmem.kv.score import ScoreScratch
 from kvmem.kv.summary import KeySummaries
@@ -32,8 +35,8 @@ __all__ = ["Memory", "Outputs", "PlainMemory", "TieredMemory", "slack_blocks", "
 # Some three seconds of prefill on a GPU, against 150 MiB of host memory a checkpoint.
 CHECKPOINT_GAP_TOKENS = 8192
 
+T = TypeVar("T")
 I32 = NDArray[np.int32]
-Outputs = Literal["last", "all", "none"] | Sequence[int]
 
 
 def text_positions(start: int, stop: int) -> I32:
@@ -49,56 +52,6 @@ def text_positions(start: int, stop: int) -> I32:
 def slack_blocks(config: MemoryConfig) -> int:
     """Slots beyond budget and reserve: ordered placement shifts blocks through a free one."""
     return 1 if config.ordered else 0
-
-
-class PlainMemory:
-    """Stock llama.cpp: one cache of workspace size, no blocks."""
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        self._tokens = np.empty(context.n_ctx, np.int32)
-        self.n_tokens = 0
-
-    @property
-    def tokens(self) -> I32:
-        return self._tokens[: self.n_tokens]
-
-    def decode(
-        self, tokens: I32, *, outputs: Outputs = "last", cancel: CancelToken | None = None
-    ) -> None:
-        """Run one batch. After an error the history is as before."""
-        start, stop = self.n_tokens, self.n_tokens + len(tokens)
-        try:
-            self.context.decode(
-                tokens, np.arange(start, stop, dtype=np.int32), outputs=outputs, cancel=cancel
-            )
-        except BaseException:
-            self.truncate(start)
-            raise
-        self._tokens[start:stop] = tokens
-        self.n_tokens = stop
-
-    @contextmanager
-    def phase(self, times: PhaseTimes, name: str) -> Iterator[None]:
-        """Add the time inside to this field of `times`, however it ends."""
-        started = perf_counter()
-        try:
-            yield
-        finally:
-            setattr(times, name, getattr(times, name) + perf_counter() - started)
-
-    def truncate(self, n_tokens: int) -> None:
-        """Forget the tokens from n_tokens on.
-
-        A recurrent state that cannot be rewound forgets everything.
-        """
-        if self.context.seq_pos_max(0) >= n_tokens and not self.context.seq_rm(0, n_tokens, -1):
-            self.context.clear()
-            n_tokens = 0
-        self.n_tokens = min(self.n_tokens, n_tokens)
-
-    def close(self) -> None:
-        self.context.close()
 
 
 class TieredMemory:
@@ -126,7 +79,10 @@ class TieredMemory:
         # back at
         quarter = max(1, self.budget_blocks // 4) * self.block_tokens
         self.chunk_tokens = min(context.n_batch, quarter)
-        self.host = HostBudget(sizes.host_limit_bytes)
+        # slabs follow the smaller of both limits
+        self.host = HostBudget(
+            min(config.conversations_bytes or sizes.host_limit_bytes, sizes.host_limit_bytes)
+        )
         self.working_set = WorkingSet(
             self.port,
             block_tokens=self.block_tokens,
@@ -136,14 +92,14 @@ class TieredMemory:
             budget=self.host,
             ordered=config.ordered,
         )
+        self.host.set_limit(sizes.host_limit_bytes)
+        # asked for room where the host limit is reached: True if another conversation has left
+        self.make_room_on_host: Callable[[], bool] = lambda: False
+        self._spare_states: list[NDArray[np.uint8]] = []
         self.scoring = scoring(self.layout, calibration)
-        self.summaries = KeySummaries(
-            self.layout, self.scoring.pairs, self.scoring.slice_tokens, self.host
-        )
-        self.worker = SummaryWorker(self.summaries)
+        self.active = self.conversation_of(self.working_set.history)
+        self.worker = SummaryWorker(self.active.summaries)
         self.scratch = ScoreScratch(self.host)
-        self.lexical = LexicalIndex(self.block_tokens, budget=self.host)
-        self.checkpoints = Checkpoints(context, self.host)
         self.notes: list[str] = []  # what a request should know of, until the session takes them
         self.store_s = 0.0
         self.checkpoint_s = 0.0
@@ -154,7 +110,14 @@ class TieredMemory:
         Raises ConfigError and CapacityError; then all is as before.
         """
         chosen = scoring(self.layout, calibration)
-        self._with_room(lambda: self._summarise_again(chosen))
+        self.with_room(lambda: self._summarise_again(chosen))
+        self.scoring = chosen
+
+    def renew_summaries(self) -> None:
+        """Make the summaries anew if they are of other pairs than score now."""
+        made_for = (self.summaries.pairs, self.summaries.slice_tokens)
+        if made_for != (self.scoring.pairs, self.scoring.slice_tokens):
+            self.with_room(lambda: self._summarise_again(self.scoring))
 
     def summarise(self, pairs: Sequence[tuple[int, int]], slice_tokens: int) -> KeySummaries:
         """New summaries of all that is summarised, made from the stored keys."""
@@ -162,10 +125,8 @@ class TieredMemory:
         return self.summaries.recompute(pairs, self._records, slice_tokens)
 
     def _summarise_again(self, chosen: Scoring) -> None:
-        self.summaries = self.summarise(chosen.pairs, chosen.slice_tokens)
-        self.worker.close()
-        self.worker = SummaryWorker(self.summaries)
-        self.scoring = chosen
+        self.active.summaries = self.summarise(chosen.pairs, chosen.slice_tokens)
+        self.worker.attach(self.active.summaries)
 
     def _records(self, n_blocks: int) -> Iterator[tuple[int, I32]]:
         """Address and positions of the stored blocks 0 .. n_blocks - 1."""
@@ -181,6 +142,18 @@ class TieredMemory:
     @property
     def tokens(self) -> I32:
         return self.working_set.tokens
+
+    @property
+    def summaries(self) -> KeySummaries:
+        return self.active.summaries
+
+    @property
+    def lexical(self) -> LexicalIndex:
+        return self.active.lexical
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return self.active.checkpoints
 
     @property
     def is_hybrid(self) -> bool:
@@ -199,7 +172,7 @@ class TieredMemory:
             return
         started = perf_counter()
         if not self.checkpoints.save(self.n_tokens):
-            self._note(
+            self.note(
                 f"no checkpoint was kept: the state of {state_bytes(self.context)} bytes does not "
                 "fit in the host limit; a change of the history reads it from its start"
             )
@@ -212,7 +185,8 @@ class TieredMemory:
         checkpoint = self.checkpoints.nearest(n_tokens)
         return checkpoint is not None and checkpoint.n_tokens == n_tokens
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Something that the request should know of."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -249,7 +223,7 @@ class TieredMemory:
         start = ws.n_tokens
         has_begun = False
         try:
-            self._with_room(lambda: ws.prepare(len(tokens), reply=reply))
+            self.with_room(lambda: ws.prepare(len(tokens), reply=reply))
             pos = text_positions(start, start + len(tokens))
             has_begun = True
             self.context.decode(
@@ -263,7 +237,7 @@ class TieredMemory:
             # Ctrl-C behind the batch for one, that is not known
             is_clean = isinstance(error, Cancelled) and self.port.is_recurrent_valid
             if has_begun and self.is_hybrid and not is_clean:
-                self._go_back(start)
+                self.go_back(start)
             raise
 
     def read(
@@ -359,7 +333,7 @@ class TieredMemory:
             reply_from_block if any(ws.is_resident(b) for b in own) else self.sizes.n_sink_blocks
         )
         n_left = ws.make_room(1, reply_from_block=first)
-        self._restore_order()
+        self.restore_order()
         return n_left
 
     def try_seal(self) -> None:
@@ -367,29 +341,31 @@ class TieredMemory:
         try:
             self.seal()
         except CapacityError as error:
-            self._note(f"not all blocks have a copy on the host, so they cannot leave: {error}")
+            self.note(f"not all blocks have a copy on the host, so they cannot leave: {error}")
 
     def seal(self) -> None:
         """Store the completed blocks, and queue what scores them."""
         started = perf_counter()
         try:
-            self._with_room(self._seal)
+            self.with_room(self._seal)
         finally:
             self.store_s += perf_counter() - started
 
-    def _with_room(self, action: Callable[[], object]) -> None:
-        """Do this; where the host limit forbids it, let checkpoints go one by one.
+    def with_room(self, action: Callable[[], T]) -> T:
+        """Do this; where the host limit forbids it, let others go one by one.
 
-        They save time, and what else is on the host cannot be had again.
+        First conversations that were not used for long, then checkpoints: those save time, and what
+        else is on the host cannot be had again.
         """
         while True:
             try:
-                action()
-                return
-            except CapacityError:
+                return action()
+            except HostCapacityError:
+                if self.make_room_on_host():
+                    continue
                 if not self.checkpoints.give_way():
                     raise
-                self._note("the host limit is near: checkpoints gave way to blocks")
+                self.note("the host limit is near: checkpoints gave way to blocks")
 
     def _seal(self) -> None:
         ws = self.working_set
@@ -413,11 +389,11 @@ class TieredMemory:
         if n_tokens >= self.n_tokens:
             return
         if self.is_hybrid:
-            self._go_back(n_tokens)
+            self.go_back(n_tokens)
         else:
             self._truncate_attention(n_tokens)
 
-    def _go_back(self, n_tokens: int) -> None:
+    def go_back(self, n_tokens: int) -> None:
         """Restore the recurrent state at or before n_tokens, and the attention part to the same
         point: both or nothing.
         """
@@ -434,10 +410,10 @@ class TieredMemory:
 
     def _truncate_attention(self, n_tokens: int) -> None:
         self._forget_scores(n_tokens // self.block_tokens)
-        self.working_set.truncate(n_tokens)
-        self._restore_order()
+        self.with_room(lambda: self.working_set.truncate(n_tokens))
+        self.restore_order()
 
-    def _restore_order(self) -> None:
+    def restore_order(self) -> None:
         """With ordered placement, close the gap that a single block left or came into."""
         if self.working_set.ordered and self.n_tokens:
             self.working_set.apply(self.working_set.resident())
@@ -454,10 +430,40 @@ class TieredMemory:
         self.worker.truncate(n_blocks)
         self.lexical.truncate(n_blocks)
 
-    def check(self) -> None:
-        """State every invariant; AssertionError names the broken one."""
+    # Several conversations, of which one is on the device.
+
+    def new_conversation(self) -> Conversation:
+        """An empty one, not on the device."""
+        return self.conversation_of(self.working_set.new_history())
+
+    def conversation_of(self, history: History) -> Conversation:
+        """The same around a history that nothing scores yet."""
+        return Conversation(
+            history=history,
+            summaries=KeySummaries(
+                self.layout, self.scoring.pairs, self.scoring.slice_tokens, self.host
+            ),
+            lexical=LexicalIndex(self.block_tokens, budget=self.host),
+            checkpoints=Checkpoints(
+                self.context,
+                self.host,
+                spare=self._spare_states,
+                make_room=lambda: self.make_room_on_host(),
+            ),
+        )
+
+    def check(self, parked: Sequence[Conversation] = ()) -> None:
+        """State every invariant; AssertionError names the broken one.
+
+        parked: all conversations that are not on the device.
+        """
         self.worker.flush()
-        self.working_set.check()
+        self.working_set.check([one.history for one in parked])
+        for one in parked:
+            assert one.lexical.n_blocks == one.summaries.n_blocks <= one.history.n_blocks
+            assert all(n <= one.history.n_tokens for n in one.checkpoints.positions)
+            if self.is_hybrid and one.history.n_tokens:
+                assert one.checkpoints.positions[-1] == one.history.n_tokens
         assert self.lexical.n_blocks == self.summaries.n_blocks <= self.working_set.n_sealed
         assert self.port.n_cells_used == self.working_set.n_cells_used
         assert self.host.used <= self.host.limit

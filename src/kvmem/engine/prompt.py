@@ -35,12 +35,14 @@ class Prompt:
     spans: contents of the messages that were found in the rendered text, in order.
     query_span: content of the last user message; None where it could not be found.
     query_fallback: why query_span is None, for the memory report; empty otherwise.
+    conversation_id: what the client calls the conversation; a hint.
     """
 
     tokens: tuple[int, ...]
     spans: tuple[RoleSpan, ...] = ()
     query_span: Span | None = None
     query_fallback: str = ""
+    conversation_id: str | None = None
 
     def __post_init__(self) -> None:
         limit = len(self.tokens)

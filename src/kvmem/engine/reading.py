@@ -5,11 +5,12 @@ docs/memory.md, "The life of a question", has the decisions in order.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmem.engine.conversation import Question, Window
 from kvmem.engine.events import PromptProgress
 from kvmem.engine.marks import Marks, find_marks
 from kvmem.engine.memory import TieredMemory
@@ -28,32 +29,19 @@ I32 = NDArray[np.int32]
 FALLBACK_QUERY_TOKENS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A question whose Q is known. prefix: all tokens up to its end."""
-
-    query: Query
-    span: Span
-    prefix: I32
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """What the reply to a prompt could see at its start. blocks: int32, ascending."""
-
-    prompt: I32
-    question: Question | None
-    blocks: I32
-    n_blocks: int
-
-
 class PromptReader:
-    """Reads prompts into one memory. Between them it knows the newest question and window."""
+    """Reads prompts into one memory, whose conversation knows its newest question and window."""
 
     def __init__(self, memory: TieredMemory) -> None:
         self._memory = memory
-        self._question: Question | None = None
-        self._window: Window | None = None
+
+    @property
+    def _question(self) -> Question | None:
+        return self._memory.active.question
+
+    @property
+    def _window(self) -> Window | None:
+        return self._memory.active.window
 
     def read(
         self,
@@ -96,7 +84,7 @@ class PromptReader:
             yield from self._read_twice(passage, prompt)
         resident = memory.working_set.resident()
         n_blocks = memory.working_set.n_blocks
-        self._window = Window(tokens, self._question, resident, n_blocks)
+        memory.active.window = Window(tokens, self._question, resident, n_blocks)
         report.n_blocks = n_blocks
         report.blocks = resident.tolist()
 
@@ -148,7 +136,8 @@ class PromptReader:
                     self._learn(tap.finish(), passage, span)
 
     def _learn(self, query: Query, passage: Passage, span: Span) -> None:
-        self._question = Question(query, span, passage.tokens[: span.stop].copy())
+        prefix = passage.tokens[: span.stop].copy()
+        self._memory.active.question = Question(query, span, prefix)
 
     # The decisions: each reads the prompt to its end. The first three choose nothing.
 
@@ -242,7 +231,7 @@ class PromptReader:
             yield from passage.read_to(start)
             memory.save_checkpoint()
             seen_before = memory.working_set.resident()
-            self._question = None
+            memory.active.question = None
             try:
                 yield from passage.read_to(n_total, phase="query_s", seal=False)
                 query = tap.finish()

@@ -94,16 +94,14 @@ def read_query(
 def score(memory: TieredMemory, query: Query | None, scorer: str = DEFAULT_SCORER) -> Scores:
     """Score every stored block. Waits for the summaries that are still being made."""
     memory.worker.flush()
-    return run_scorer(
-        scorer,
-        ScoreInputs(
-            n_blocks=memory.summaries.n_blocks,
-            query=query,
-            summaries=memory.summaries,
-            lexical=memory.lexical,
-            scratch=memory.scratch,
-        ),
+    inputs = ScoreInputs(
+        n_blocks=memory.summaries.n_blocks,
+        query=query,
+        summaries=memory.summaries,
+        lexical=memory.lexical,
+        scratch=memory.scratch,
     )
+    return memory.with_room(lambda: run_scorer(scorer, inputs))  # the scratch memory may grow
 
 
 def choose(

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.engine import retrieve
+from kvmem.engine.conversations import Conversations, common_prefix
 from kvmem.engine.decode import decode_reply
 from kvmem.engine.events import Done, Event, PromptProgress
 from kvmem.engine.memory import Memory, PlainMemory, TieredMemory
@@ -28,16 +29,26 @@ I32 = NDArray[np.int32]
 
 
 class Session:
-    """The history that an engine holds.
+    """The history that an engine holds, or several that take turns on the device.
 
-    Made by Engine.session(); calls of several threads take turns.
+    Made by Engine.session(); calls of several threads take turns. With several, a request goes on
+    the one that it fits best; the steps on their own act on the one that is on the device.
+    conversations: those of the memory; None without KV memory.
     """
 
-    def __init__(self, memory: Memory, vocab: Vocab, workspace_tokens: int, turns: Turns) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        vocab: Vocab,
+        workspace_tokens: int,
+        turns: Turns,
+        conversations: Conversations | None = None,
+    ) -> None:
         self._memory = memory
         self._vocab = vocab
         self._turns = turns
         self._workspace_tokens = workspace_tokens
+        self._conversations = conversations
         self._reader = None if isinstance(memory, PlainMemory) else PromptReader(memory)
         self._closed = False
 
@@ -45,7 +56,10 @@ class Session:
         """Forget the history. A second call does nothing."""
         if not self._closed:
             with self._turns.take():
-                self._memory.truncate(0)
+                if self._conversations is None:
+                    self._memory.truncate(0)
+                else:
+                    self._conversations.clear()
             self._closed = True
 
     @property
@@ -107,8 +121,7 @@ class Session:
             stats = RequestStats(prompt_tokens=len(tokens))
             first_token_s: float | None = None
             try:
-                shared = min(_common_prefix(memory.tokens, tokens), len(tokens) - 1)
-                memory.truncate(shared)
+                shared = self._enter(prompt, tokens, stats.memory)
                 stats.cached_tokens = stats.memory.reused_tokens = memory.n_tokens
                 yield PromptProgress(memory.n_tokens, len(tokens))
                 if self._reader is None:
@@ -135,6 +148,19 @@ class Session:
             self._finish(stats.memory, total_s)
             yield Done(reason, stats)
 
+    def _enter(self, prompt: Prompt, tokens: I32, report: MemoryReport) -> int:
+        """Make the memory hold what the prompt begins with; returns what it had in common."""
+        if self._conversations is not None:
+            return self._conversations.enter(prompt, tokens, report)
+        shared = min(common_prefix(self.memory.tokens, tokens), len(tokens) - 1)
+        self.memory.truncate(shared)
+        return shared
+
+    @property
+    def conversations(self) -> Conversations | None:
+        """Those that are kept; None without KV memory."""
+        return self._conversations
+
     def _finish(self, report: MemoryReport, total_s: float) -> None:
         memory = self.memory
         times = report.times
@@ -146,6 +172,8 @@ class Session:
             report.checkpoints = memory.checkpoints.positions
             report.checkpoint_bytes = memory.checkpoints.n_bytes
             report.notes, memory.notes = memory.notes, []
+        if self._conversations is not None:
+            self._conversations.note()
         times.other_s = total_s - times.counted_s
 
     def _read_plain(
@@ -259,9 +287,3 @@ class Session:
             finally:
                 memory.truncate(start)
         return np.stack(rows)
-
-
-def _common_prefix(first: I32, second: I32) -> int:
-    n = min(len(first), len(second))
-    differs = first[:n] != second[:n]
-    return int(differs.argmax()) if differs.any() else n

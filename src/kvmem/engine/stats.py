@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Decision", "MemoryReport", "PhaseTimes", "RequestStats"]
+__all__ = ["ConversationUse", "Decision", "MemoryReport", "PhaseTimes", "RequestStats"]
 
 # How the working set of a request was found; docs/memory.md says when each one happens.
 Decision = Literal[
@@ -19,6 +19,15 @@ Decision = Literal[
 ]
 
 
+# How the conversation of a request was found; docs/memory.md has the rules.
+ConversationUse = Literal[
+    "same",  # it was on the device
+    "switched",  # it was on the host
+    "branched",  # it begins like another one, which stays as it is
+    "new",  # none begins like it
+]
+
+
 @dataclass(slots=True, kw_only=True)
 class PhaseTimes:
     """Seconds of each phase; they add up to the time of the request, `other_s` being the rest.
@@ -26,6 +35,7 @@ class PhaseTimes:
     Blocks and states are stored between the batches of the other phases, and counted once: here.
     """
 
+    switch_s: float = 0.0  # finding the conversation, and bringing it to the device
     read_s: float = 0.0  # decoding of new prompt tokens, once each
     query_s: float = 0.0  # the first pass over the query, while Q is read
     score_s: float = 0.0  # waiting for summaries, scoring, choosing
@@ -54,6 +64,9 @@ class MemoryReport:
     scoring: str = ""  # which pairs and slices
     blocks: list[int] = field(default_factory=list)  # visible to the reply's first token, ascending
     n_blocks: int = 0  # of the history at that time
+    conversation: int = 0  # its number, from 1; 0 without KV memory
+    conversation_use: ConversationUse = "same"
+    n_conversations: int = 0  # kept, this one included
     reused_tokens: int = 0
     read_tokens: int = 0
     replayed_tokens: int = 0

@@ -3,6 +3,10 @@ from kvmem.kv.budget cimport HostBudget
 from kvmem.kv.port cimport CellMeta
 
 
+cdef class Versions:
+    cdef long long next
+
+
 cdef class BlockTable:
     cdef readonly int block_tokens
     cdef readonly int n_tokens
@@ -10,7 +14,7 @@ cdef class BlockTable:
     cdef readonly size_t n_bytes          # charged to the budget
     cdef HostBudget _budget
     cdef int _capacity_tokens
-    cdef long long _next_version
+    cdef Versions _versions
     cdef object _tokens_array
     cdef object _pos_array
     cdef Token[::1] _tokens               # [_capacity_tokens]
@@ -29,6 +33,8 @@ cdef class BlockTable:
 
     cdef int grow(self, int n_tokens) except -1
     cdef int append(self, const Token *tokens, const Pos *pos, int n) except -1
+    cdef int begin_as(self, BlockTable other, int n_tokens) except -1
+    cdef int forget(self) except -1
     cdef int cut(self, int n_tokens) except -1
     cdef void write_meta(self, BlockId block, CellMeta *meta) noexcept nogil
     cdef void _renew(self, BlockId block) noexcept nogil

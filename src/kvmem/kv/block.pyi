@@ -9,7 +9,9 @@ __all__ = ["BlockTable"]
 
 @final
 class BlockTable:
-    def __new__(cls, block_tokens: int, budget: HostBudget) -> Self: ...
+    def __new__(
+        cls, block_tokens: int, budget: HostBudget, beside: BlockTable | None = None
+    ) -> Self: ...
     @property
     def block_tokens(self) -> int: ...
     @property

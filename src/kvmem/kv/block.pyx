@@ -13,6 +13,14 @@ cdef int FIRST_TOKENS = 256  # capacity of the first allocation, rounded up to b
 
 
 @cython.final
+cdef class Versions:
+    """Numbers that no two contents of blocks share, whichever history they belong to."""
+
+    def __cinit__(self):
+        self.next = 1
+
+
+@cython.final
 cdef class BlockTable:
     """Tokens and positions of the whole history, and a version for each block's content.
 
@@ -23,14 +31,16 @@ cdef class BlockTable:
     Args:
         block_tokens: tokens of a block.
         budget: charged for the arrays, which grow with the history.
+        beside: the table of another history that shares blocks with this one: no version is given
+            twice between them.
     """
 
-    def __cinit__(self, int block_tokens, HostBudget budget not None):
+    def __cinit__(self, int block_tokens, HostBudget budget not None, BlockTable beside=None):
         if block_tokens < 1:
             raise ValueError(f"block_tokens is {block_tokens}, but must be at least 1")
         self.block_tokens = block_tokens
         self._budget = budget
-        self._next_version = 1
+        self._versions = Versions() if beside is None else beside._versions
         self._resize(0)
 
     def __dealloc__(self):
@@ -94,6 +104,33 @@ cdef class BlockTable:
         self.n_blocks = (self.n_tokens - 1) // self.block_tokens + 1
         return 0
 
+    cdef int begin_as(self, BlockTable other, int n_tokens) except -1:
+        """Take over the first n_tokens of another history; this one is empty.
+
+        Complete blocks keep their versions: they are the same. Raises CapacityError as `grow`.
+        """
+        cdef int n_blocks = (n_tokens + self.block_tokens - 1) // self.block_tokens
+        if self.n_tokens or not 0 <= n_tokens <= other.n_tokens:
+            raise StateError(f"{n_tokens} tokens of {other.n_tokens} for a history that has "
+                             f"{self.n_tokens}")
+        if n_tokens == 0:
+            return 0
+        self.grow(n_tokens)
+        memcpy(&self._tokens[0], &other._tokens[0], n_tokens * sizeof(Token))
+        memcpy(&self._pos[0, 0], &other._pos[0, 0], n_tokens * 4 * sizeof(Pos))
+        memcpy(&self._version[0], &other._version[0], n_blocks * sizeof(long long))
+        self.n_tokens = n_tokens
+        self.n_blocks = n_blocks
+        if n_tokens % self.block_tokens:
+            self._renew(n_blocks - 1)
+        return 0
+
+    cdef int forget(self) except -1:
+        """Forget everything, and give the memory back."""
+        self.n_tokens = self.n_blocks = 0
+        self._resize(0)
+        return 0
+
     cdef int cut(self, int n_tokens) except -1:
         """Forget all tokens from n_tokens on. A block that is cut inside gets a new version."""
         if not 0 <= n_tokens <= self.n_tokens:
@@ -107,8 +144,8 @@ cdef class BlockTable:
         return 0
 
     cdef void _renew(self, BlockId block) noexcept nogil:
-        self._version[block] = self._next_version
-        self._next_version += 1
+        self._version[block] = self._versions.next
+        self._versions.next += 1
 
     cdef void write_meta(self, BlockId block, CellMeta *meta) noexcept nogil:
         """meta: [block_tokens], of which the first fill(block) are written."""

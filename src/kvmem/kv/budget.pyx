@@ -2,7 +2,7 @@
 
 cimport cython
 
-from kvmem.errors import CapacityError
+from kvmem.errors import HostCapacityError
 
 __all__ = ["HostBudget"]
 
@@ -24,7 +24,7 @@ cdef class HostBudget:
         self.limit = limit
 
     def charge(self, size_t n_bytes, str what="a charge"):
-        """Take bytes for `what`, or raise CapacityError and take nothing."""
+        """Take bytes for `what`, or raise HostCapacityError and take nothing."""
         self.take(n_bytes, what)
 
     def release(self, size_t n_bytes):
@@ -33,6 +33,14 @@ cdef class HostBudget:
             raise ValueError(f"{n_bytes} bytes are more than the {self.used} in use")
         self.give_back(n_bytes)
 
+    def set_limit(self, size_t limit):
+        """Move the limit. Raises CapacityError, and changes nothing, if more is in use."""
+        if limit == 0:
+            raise ValueError("limit is 0, but must be at least 1 byte")
+        if limit < self.used:
+            raise HostCapacityError(f"{self.used} bytes are in use, more than a limit of {limit}")
+        self.limit = limit
+
     @property
     def free(self):
         """Bytes that can still be charged."""
@@ -40,7 +48,7 @@ cdef class HostBudget:
 
     cdef int take(self, size_t n_bytes, str what) except -1:
         if n_bytes > self.limit - self.used:
-            raise CapacityError(
+            raise HostCapacityError(
                 f"{what} needs {n_bytes} bytes of host memory, but {self.used} of the limit of "
                 f"{self.limit} are in use; raise the host limit or shorten the history")
         self.used += n_bytes

@@ -6,11 +6,13 @@ from libc.string cimport memcmp
 from kvmem.ids cimport BlockId, CellId, SlotId
 from kvmem.kv.block cimport BlockTable
 from kvmem.kv.budget cimport HostBudget
+from kvmem.kv.history cimport History
 from kvmem.kv.port cimport CellMeta, DevicePort
 from kvmem.kv.residency cimport Residency
+from kvmem.kv.slabs cimport RecordHeader
 from kvmem.kv.store cimport HostStore
 
-__all__ = ["check_memory"]
+__all__ = ["check_memory", "check_parked"]
 
 
 def check_memory(DevicePort port not None, BlockTable table not None, Residency residency not None,
@@ -32,6 +34,57 @@ def check_memory(DevicePort port not None, BlockTable table not None, Residency 
         _check_cells(port, table, residency, n_pending, meta)
     finally:
         free(meta)
+
+
+def check_parked(History present not None, parked, int n_slots):
+    """The same for the histories beside the one on the device.
+
+    parked: all of them. Every block of theirs has a record, and shared records are one content.
+    """
+    cdef History history
+    cdef CellMeta *meta = <CellMeta *>calloc(present.table.block_tokens, sizeof(CellMeta))
+    if meta == NULL:
+        raise MemoryError("no memory to check with")
+    owners = {}
+    try:
+        for history in (present, *parked):
+            history.store.check()
+            for address in history.store.addresses():
+                owners[address] = owners.get(address, 0) + 1
+        for history in parked:
+            _check_table(history.table)
+            _check_parked_blocks(history, meta, n_slots)
+        for address, n in owners.items():
+            _require((<RecordHeader *><size_t>address).n_holders == n,
+                     f"{n} histories hold a record that counts "
+                     f"{(<RecordHeader *><size_t>address).n_holders}")
+        _require(present.store.slabs.n_used == len(owners),
+                 f"{present.store.slabs.n_used} records are used, {len(owners)} are held")
+    finally:
+        free(meta)
+
+
+cdef int _check_parked_blocks(History history, CellMeta *meta, int n_slots) except -1:
+    cdef BlockId block
+    cdef int fill
+    cdef unsigned char *record
+    cdef BlockTable table = history.table
+    for block in range(table.n_blocks):
+        fill = table.fill(block)
+        record = history.store.find_open(block, table.version(block), fill)
+        _require(record != NULL, f"block {block} of a parked history has no record of its {fill} "
+                                 "tokens")
+        table.write_meta(block, meta)
+        _require(memcmp(meta, history.store.meta(record), fill * sizeof(CellMeta)) == 0,
+                 f"the record of block {block} of a parked history holds other tokens")
+    _require(history.n_records == table.n_blocks,
+             f"a parked history of {table.n_blocks} blocks holds {history.n_records} records")
+    blocks = history.resident_when_it_left().tolist()
+    _require(blocks == sorted(set(blocks)) and len(blocks) <= n_slots,
+             "a parked history was seen with more blocks than there are slots, or one twice")
+    _require(max(blocks, default=-1) == table.n_blocks - 1,
+             "a parked history was seen without its last block")
+    return 0
 
 
 def _require(bint holds, str message):

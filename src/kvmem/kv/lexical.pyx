@@ -84,6 +84,8 @@ cdef class LexicalIndex:
             )
         if tokens.shape[0] != self.block_tokens:
             raise ValueError(f"{tokens.shape[0]} tokens for a block of {self.block_tokens}")
+        if block // self._blocks_per_chunk < self._chunks.n_chunks:
+            self._chunks.own(block // self._blocks_per_chunk)
         self._chunks.reserve(block // self._blocks_per_chunk + 1)
         with nogil:
             for unit in range(self.units_per_block):
@@ -110,6 +112,20 @@ cdef class LexicalIndex:
         if n_blocks < self.n_blocks:
             self.n_blocks = n_blocks
             self._chunks.shrink((n_blocks + self._blocks_per_chunk - 1) // self._blocks_per_chunk)
+
+    def branch(self, int n_blocks):
+        """A new index that begins with the first n_blocks of this one.
+
+        They share memory until one of them writes.
+        """
+        cdef LexicalIndex fresh = LexicalIndex(
+            self.block_tokens, self.unit_tokens, self._chunks.budget)
+        if not 0 <= n_blocks <= self.n_blocks:
+            raise ValueError(f"n_blocks is {n_blocks} of {self.n_blocks}")
+        fresh._chunks.share(
+            self._chunks, (n_blocks + self._blocks_per_chunk - 1) // self._blocks_per_chunk)
+        fresh.n_blocks = n_blocks
+        return fresh
 
     def score(self, const int[::1] tokens not None):
         """Score every unit for the query's token ids: f32 [n_blocks, units_per_block]."""

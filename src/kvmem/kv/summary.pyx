@@ -173,6 +173,9 @@ cdef class KeySummaries:
 
     def reserve(self, int n_blocks):
         """Hold memory for n_blocks, so that adding up to there cannot fail for want of it."""
+        cdef int first = self.n_blocks // self.blocks_per_chunk
+        if n_blocks > self.n_blocks and first < self._chunks.n_chunks:
+            self._chunks.own(first)  # by reserve() of the first block here: none is being written
         self._chunks.reserve((n_blocks + self.blocks_per_chunk - 1) // self.blocks_per_chunk)
 
     def add(self, int block, size_t payload, const int[:, ::1] pos not None):
@@ -207,6 +210,20 @@ cdef class KeySummaries:
         if n_blocks < self.n_blocks:
             self.n_blocks = n_blocks
             self._chunks.shrink((n_blocks + self.blocks_per_chunk - 1) // self.blocks_per_chunk)
+
+    def branch(self, int n_blocks):
+        """A new KeySummaries that begins with the first n_blocks of this one.
+
+        They share memory until one of them writes. Nothing may be added meanwhile.
+        """
+        cdef KeySummaries fresh = KeySummaries(
+            self.layout, self.pairs, self.slice_tokens, self._budget)
+        if not 0 <= n_blocks <= self.n_blocks:
+            raise ValueError(f"n_blocks is {n_blocks} of {self.n_blocks}")
+        fresh._chunks.share(
+            self._chunks, (n_blocks + self.blocks_per_chunk - 1) // self.blocks_per_chunk)
+        fresh.n_blocks = n_blocks
+        return fresh
 
     def recompute(self, pairs, records, slice_tokens=None):
         """A new KeySummaries over other pairs (or slices) of the same blocks; this one stays.

@@ -74,6 +74,12 @@ class SummaryWorker:
             self.summaries.truncate(n_blocks)
             self._n_blocks = self.summaries.n_blocks
 
+    def attach(self, summaries: KeySummaries) -> None:
+        """Feed these from now on. What was queued for the others is done, or its error raised."""
+        self.flush()
+        self.summaries = summaries
+        self._n_blocks = summaries.n_blocks
+
     def close(self) -> None:
         """Drop what has not begun, wait for what has, end the thread. Twice is safe."""
         self._closed = True

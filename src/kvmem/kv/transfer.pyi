@@ -1,12 +1,20 @@
 from typing import NamedTuple, Self, final
 
-from kvmem.kv.block import BlockTable
+from kvmem.kv.history import History
 from kvmem.kv.place import Placement
 from kvmem.kv.port import DevicePort
 from kvmem.kv.residency import Residency
-from kvmem.kv.store import HostStore
 
-__all__ = ["Stager", "Transfer"]
+__all__ = ["Counters", "Stager", "Transfer"]
+
+class Counters(NamedTuple):
+    bytes_in: int
+    bytes_out: int
+    blocks_in: int
+    blocks_out: int
+    blocks_kept: int
+    blocks_moved: int
+    blocks_sealed: int
 
 class Transfer(NamedTuple):
     n_in: int
@@ -19,9 +27,9 @@ class Transfer(NamedTuple):
 
 @final
 class Stager:
-    def __new__(
-        cls, port: DevicePort, store: HostStore, residency: Residency, table: BlockTable
-    ) -> Self: ...
+    def __new__(cls, port: DevicePort, history: History, residency: Residency) -> Self: ...
+    @property
+    def counters(self) -> Counters: ...
     @property
     def n_sealed(self) -> int: ...
     @property

@@ -7,7 +7,7 @@ only once its successor has one. So an error at any point needs no repair but to
 
 cimport cython
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcmp
+from libc.string cimport memcmp, memcpy
 
 from time import perf_counter
 from typing import NamedTuple
@@ -18,7 +18,23 @@ from kvmem.errors import TransferError
 
 from kvmem.kv.residency cimport Residency
 
-__all__ = ["Stager", "Transfer"]
+__all__ = ["Counters", "Stager", "Transfer"]
+
+
+class Counters(NamedTuple):
+    """Totals since the working set was made; clear() and truncate() do not reset them.
+
+    bytes_out are copies to the host (blocks_sealed of them); blocks_out left the device.
+    blocks_kept is summed over apply() calls.
+    """
+
+    bytes_in: int
+    bytes_out: int
+    blocks_in: int
+    blocks_out: int
+    blocks_kept: int
+    blocks_moved: int
+    blocks_sealed: int
 
 
 class Transfer(NamedTuple):
@@ -40,14 +56,17 @@ class Transfer(NamedTuple):
 
 @cython.final
 cdef class Stager:
-    """Seals, evicts, moves and stages in, on behalf of the working set, and counts it."""
+    """Seals, evicts, moves and stages in, on behalf of the working set, and counts it.
 
-    def __cinit__(self, DevicePort port not None, HostStore store not None,
-                  Residency residency not None, BlockTable table not None):
+    history: the one that is on the device.
+    """
+
+    def __cinit__(self, DevicePort port not None, History history not None,
+                  Residency residency not None):
+        cdef BlockTable table = history.table
         self._port = port
-        self._store = store
         self._residency = residency
-        self._table = table
+        self.use(history)
         self._fresh = []
         self._slots = <SlotId *>calloc(residency.n_slots, sizeof(SlotId))
         self._records = <unsigned char **>calloc(residency.n_slots, sizeof(unsigned char *))
@@ -99,8 +118,57 @@ cdef class Stager:
             seconds=perf_counter() - start,
         )
 
+    @property
+    def counters(self):
+        """Counters, the totals of all transfers."""
+        return Counters(
+            bytes_in=self.n_in * self._port.payload_bytes,
+            bytes_out=self.n_sealed * self._port.payload_bytes,
+            blocks_in=self.n_in,
+            blocks_out=self.n_out,
+            blocks_kept=self.n_kept,
+            blocks_moved=self.n_moved,
+            blocks_sealed=self.n_sealed,
+        )
+
+    cdef void use(self, History history):
+        """This history is on the device from now on."""
+        self._table = history.table
+        self._store = history.store
+        self._fresh = []
+
+    cdef int n_cells_used(self) noexcept nogil:
+        cdef SlotId slot
+        cdef int n = 0
+        for slot in range(self._residency.n_slots):
+            if self._residency.block_at(slot) != -1:
+                n += self._table.fill(self._residency.block_at(slot))
+        return n
+
+    cdef int highest_used_cell(self) noexcept nogil:
+        cdef SlotId slot = self._residency.highest_used()
+        cdef int fill
+        while slot >= 0:
+            if self._residency.block_at(slot) != -1:
+                fill = self._table.fill(self._residency.block_at(slot))
+                if fill:
+                    return slot * self._table.block_tokens + fill - 1
+            slot -= 1
+        return -1
+
     cdef bint has_copy(self, BlockId block) noexcept nogil:
         return self._store.find(block, self._table.version(block)) != NULL
+
+    cdef int seal_complete(self) except -1:
+        """Seal every complete block that has no copy; all of them or none."""
+        cdef BlockId block
+        cdef int n = 0
+        cdef int[::1] unsealed = np.empty(self._residency.n_slots, dtype=np.int32)
+        for block in np.sort(self._residency.blocks()):
+            if block != -1 and self._table.is_complete(block) and not self.has_copy(block):
+                unsealed[n] = block
+                n += 1
+        return self.seal(&unsealed[0], n) if n else 0
 
     cdef int seal(self, const BlockId *blocks, int n) except -1:
         """Copy complete resident blocks to the host; all of them or none."""
@@ -121,7 +189,8 @@ cdef class Stager:
             raise
         for i in range(n):
             self._table.write_meta(blocks[i], self._store.meta(self._records[i]))
-            self._store.name(self._records[i], blocks[i], self._table.version(blocks[i]))
+            self._store.name(self._records[i], blocks[i], self._table.version(blocks[i]),
+                             self._table.block_tokens)
             self._fresh.append(blocks[i])
         self.n_sealed += n
         return 0
@@ -178,6 +247,27 @@ cdef class Stager:
         self.n_in += n
         return 0
 
+    cdef int cut(self, int n_tokens) except -1:
+        """Forget the tokens from n_tokens on, which is not 0: WorkingSet.truncate."""
+        cdef int block_tokens = self._table.block_tokens, slot
+        cdef BlockId block, last = (n_tokens - 1) // block_tokens
+        cdef int fill = n_tokens - last * block_tokens
+        if self._residency.slot_of(last) == -1:
+            self.bring(last)
+        for slot in range(self._residency.n_slots):
+            block = self._residency.block_at(slot)
+            if block > last:
+                self._port.clear(slot * block_tokens, block_tokens)
+                self._residency.release(block)
+        self._port.clear(self._residency.slot_of(last) * block_tokens + fill, block_tokens - fill)
+        self._table.cut(n_tokens)
+        if fill < block_tokens:
+            last -= 1
+        self._store.drop_from(last + 1)
+        self._store.trim()
+        self.forget_fresh(last + 1)
+        return 0
+
     cdef int bring(self, BlockId block) except -1:
         """Make an absent block resident: in the lowest free slot, or in that of another block."""
         cdef SlotId slot = self._residency.lowest_free()
@@ -211,23 +301,159 @@ cdef class Stager:
                 best, best_rank = block, rank
         return best
 
+    # histories that take turns on the device
+
+    cdef int park(self, History history) except -1:
+        """Store what is on the device alone, so that the history may leave it, and note where.
+
+        The open block gets a record of the tokens that it has. On an error nothing changed but that
+        more complete blocks may have a copy.
+        """
+        cdef BlockId last = history.table.n_blocks - 1
+        self.seal_complete()
+        if last >= 0 and not history.table.is_complete(last):
+            self.copy_open(history, history, last)
+        self.take_window(history)
+        return 0
+
+    cdef int take_window(self, History history) except -1:
+        """Note which blocks are resident, and where."""
+        cdef int[:, ::1] window = np.empty((self._residency.n_used, 2), dtype=np.int32)
+        cdef BlockId block
+        cdef int n = 0
+        for block in np.sort(self._residency.blocks()):
+            if block != -1:
+                window[n, 0], window[n, 1] = block, self._residency.slot_of(block)
+                n += 1
+        history.window = window
+        return 0
+
+    cdef int copy_open(self, History source, History target, BlockId block) except -1:
+        """Give target a record of its open block, whose rows source has at the same place.
+
+        source: on the device or parked; it may hold more of the block than target does.
+        """
+        cdef int fill = target.table.fill(block)
+        cdef unsigned char *record
+        cdef unsigned char *payload
+        cdef unsigned char *origin = NULL
+        cdef SlotId slot = -1
+        if source.table is self._table:
+            slot = self._residency.slot_of(block)
+        if slot == -1:
+            origin = source.store.find_open(block, source.table.version(block),
+                                            source.table.fill(block))
+            if origin == NULL:
+                raise TransferError(f"block {block} of the history to branch from has no record")
+        target.store.know(block + 1)
+        record = target.store.reserve()
+        payload = target.store.payload(record)
+        try:
+            if slot == -1:
+                memcpy(payload, target.store.payload(origin), self._port.payload_bytes)
+            else:
+                self._port.stage_out(&slot, &payload, 1)
+        except BaseException:
+            target.store.unreserve(record)
+            raise
+        target.table.write_meta(block, target.store.meta(record))
+        target.store.name(record, block, target.table.version(block), fill)
+        return 0
+
+    cdef void leave(self, History target):
+        """Free the slots of all blocks but those that target was last seen with, and shares."""
+        cdef SlotId slot
+        cdef BlockId block
+        cdef Py_ssize_t i
+        cdef dict wanted = {target.window[i, 0]: i for i in range(target.window.shape[0])}
+        for slot in range(self._residency.n_slots):
+            block = self._residency.block_at(slot)
+            if block == -1:
+                continue
+            if (block in wanted and target.table.is_complete(block)
+                    and target.store.find(block, self._table.version(block)) != NULL
+                    and target.table.version(block) == self._table.version(block)):
+                continue
+            self._port.clear(slot * self._table.block_tokens, self._table.block_tokens)
+            self._residency.release(block)
+            self.n_out += 1
+
+    cdef int enter(self, History target) except -1:
+        """Bring in what target was last seen with, into the same slots where they are free.
+
+        `leave` and `use` come before. On an error the caller clears the device.
+        """
+        cdef Py_ssize_t i
+        cdef SlotId slot
+        cdef int n = 0, n_wanted = <int>target.window.shape[0]
+        cdef BlockId tail = -1
+        cdef int[::1] blocks = np.empty(max(1, n_wanted), dtype=np.int32)
+        cdef int[::1] slots = np.full(max(1, n_wanted), -1, dtype=np.int32)
+        claimed = set()
+        absent = [i for i in range(n_wanted)
+                  if self._residency.slot_of(target.window[i, 0]) == -1]
+        self.n_kept += n_wanted - len(absent)
+        for i in absent:
+            blocks[n] = target.window[i, 0]
+            slot = target.window[i, 1]
+            if slot != -1 and self._residency.block_at(slot) == -1 and slot not in claimed:
+                slots[n] = slot
+                claimed.add(slot)
+            n += 1
+        slot = 0
+        for i in range(n):
+            if slots[i] == -1:
+                while self._residency.block_at(slot) != -1 or slot in claimed:
+                    slot += 1
+                slots[i] = slot
+                claimed.add(slot)
+        if n and not target.table.is_complete(blocks[n - 1]):  # only the last block may be open
+            n -= 1
+            tail = blocks[n]
+            slot = slots[n]
+        if n:
+            self.stage_in(&blocks[0], &slots[0], n)
+        if tail != -1:
+            self._enter_open(target, tail, slot)
+        return 0
+
+    cdef int _enter_open(self, History target, BlockId block, SlotId slot) except -1:
+        """Bring the open block in; its record is not needed any more, and would soon be wrong."""
+        cdef int fill = target.table.fill(block), block_tokens = target.table.block_tokens
+        cdef unsigned char *record = target.store.find_open(
+            block, target.table.version(block), fill)
+        cdef const unsigned char *payload
+        target.table.write_meta(block, self._meta)
+        if record == NULL or memcmp(
+                self._meta, target.store.meta(record), fill * sizeof(CellMeta)) != 0:
+            raise TransferError(f"the record of open block {block} does not hold its tokens")
+        payload = target.store.payload(record)
+        self._residency.know(target.table.n_blocks)
+        self._port.stage_in(&slot, &payload, 1)
+        self._port.publish(slot * block_tokens, self._meta, fill)
+        self._residency.assign(block, slot)
+        target.store.drop(block)
+        self.n_in += 1
+        return 0
+
+    cdef void empty(self):
+        """Free all slots: the device holds nothing."""
+        cdef SlotId slot
+        for slot in range(self._residency.n_slots):  # what a failed copy left has no name
+            self._port.clear(slot * self._table.block_tokens, self._table.block_tokens)
+        self._residency.reset()
+
     cdef bytes read(self, BlockId block):
         """The rows of the block's tokens: tensor after tensor, fill(block) rows each."""
-        cdef unsigned char[::1] scratch
-        cdef unsigned char *payload
         cdef SlotId slot = self._residency.slot_of(block)
-        cdef Py_ssize_t fill = self._table.fill(block), n_bytes
+        cdef unsigned char *payload
+        cdef unsigned char[::1] scratch
         if slot == -1:
-            payload = self._store.payload(self._copy_of(block))
-        else:
-            scratch = np.empty(self._port.payload_bytes, dtype=np.uint8)
-            payload = &scratch[0]
-            self._port.stage_out(&slot, &payload, 1)
-        rows = []
-        for n_bytes in self._port.row_bytes:
-            rows.append((<const char *>payload)[:fill * n_bytes])
-            payload += self._table.block_tokens * n_bytes
-        return b"".join(rows)
+            return self._store.slabs.read(self._copy_of(block), self._table.fill(block))
+        scratch = np.empty(self._store.slabs.record_bytes, dtype=np.uint8)
+        payload = self._store.payload(&scratch[0])
+        self._port.stage_out(&slot, &payload, 1)
+        return self._store.slabs.read(&scratch[0], self._table.fill(block))
 
     cdef unsigned char *_copy_of(self, BlockId block) except NULL:
         """The block's record, checked against the history: it must hold these very tokens."""

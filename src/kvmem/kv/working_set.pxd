@@ -1,6 +1,7 @@
 from kvmem.ids cimport BlockId, CellId
 from kvmem.kv.block cimport BlockTable
 from kvmem.kv.budget cimport HostBudget
+from kvmem.kv.history cimport History
 from kvmem.kv.port cimport DevicePort
 from kvmem.kv.residency cimport Residency
 from kvmem.kv.store cimport HostStore
@@ -12,6 +13,7 @@ cdef class WorkingSet:
     cdef readonly size_t payload_bytes    # K and V of one block
     cdef readonly bint ordered
     cdef readonly int n_pending           # tokens prepared, not yet committed or rolled back
+    cdef readonly History history         # the one on the device
     cdef DevicePort _port
     cdef HostBudget _budget
     cdef BlockTable _table
@@ -22,6 +24,7 @@ cdef class WorkingSet:
     cdef CellId[::1] _cells               # of the pending tokens; [n_slots * block_tokens]
     cdef BlockId[::1] _blocks             # scratch; [n_slots]
 
+    cdef int _use(self, History history) except -1
     cdef int _require_idle(self) except -1
     cdef int _require_block(self, int block) except -1
     cdef long long _n_new_blocks(self, long long n_tokens) noexcept nogil

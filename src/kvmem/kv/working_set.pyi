@@ -1,23 +1,15 @@
-from collections.abc import Iterable
-from typing import NamedTuple, Self, final
+from collections.abc import Iterable, Sequence
+from typing import Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.kv.budget import HostBudget
+from kvmem.kv.history import History
 from kvmem.kv.port import DevicePort
-from kvmem.kv.transfer import Transfer
+from kvmem.kv.transfer import Counters, Transfer
 
-__all__ = ["Counters", "WorkingSet"]
-
-class Counters(NamedTuple):
-    bytes_in: int
-    bytes_out: int
-    blocks_in: int
-    blocks_out: int
-    blocks_kept: int
-    blocks_moved: int
-    blocks_sealed: int
+__all__ = ["WorkingSet"]
 
 @final
 class WorkingSet:
@@ -78,4 +70,9 @@ class WorkingSet:
     def make_room(self, n_tokens: int, *, reply_from_block: int) -> int: ...
     def truncate(self, n_tokens: int) -> Transfer: ...
     def clear(self) -> None: ...
-    def check(self) -> None: ...
+    @property
+    def history(self) -> History: ...
+    def new_history(self) -> History: ...
+    def branch(self, source: History, n_tokens: int) -> History: ...
+    def switch(self, target: History) -> Transfer: ...
+    def check(self, parked: Sequence[History] = ()) -> None: ...

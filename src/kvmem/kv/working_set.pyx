@@ -3,33 +3,16 @@
 cimport cython
 
 from time import perf_counter
-from typing import NamedTuple
 
 import numpy as np
 
 from kvmem.errors import CapacityError, ConfigError, StateError
-from kvmem.kv.check import check_memory
+from kvmem.kv.check import check_memory, check_parked
 from kvmem.kv.place import place
 from kvmem.kv.select import block_ids
 from kvmem.kv.transfer import Transfer
 
-__all__ = ["Counters", "WorkingSet"]
-
-
-class Counters(NamedTuple):
-    """Totals since the working set was made; clear() and truncate() do not reset them.
-
-    bytes_out are copies to the host (blocks_sealed of them); blocks_out left the device.
-    blocks_kept is summed over apply() calls.
-    """
-
-    bytes_in: int
-    bytes_out: int
-    blocks_in: int
-    blocks_out: int
-    blocks_kept: int
-    blocks_moved: int
-    blocks_sealed: int
+__all__ = ["WorkingSet"]
 
 
 @cython.final
@@ -78,10 +61,10 @@ cdef class WorkingSet:
         self.ordered = ordered
         self._port = port
         self._budget = budget
-        self._table = BlockTable(block_tokens, budget)
         self._residency = Residency(budget_blocks, reserve_blocks, slack_blocks)
-        self._store = HostStore(port, budget)
-        self._stager = Stager(port, self._store, self._residency, self._table)
+        self.history = History(port, budget)
+        self._stager = Stager(port, self.history, self._residency)
+        self._use(self.history)
         cells = np.zeros(n_slots * block_tokens, dtype=np.int32)
         self._cells = cells
         self._cells_array = cells.view()
@@ -123,23 +106,12 @@ cdef class WorkingSet:
     @property
     def n_cells_used(self):
         """Cells that hold a token of the history."""
-        cdef int slot, n = 0
-        for slot in range(self._residency.n_slots):
-            if self._residency.block_at(slot) != -1:
-                n += self._table.fill(self._residency.block_at(slot))
-        return n
+        return self._stager.n_cells_used()
 
     @property
     def highest_used_cell(self):
         """The highest cell that holds a token, -1 for none; attention's cost follows it."""
-        cdef int slot = self._residency.highest_used(), fill
-        while slot >= 0:
-            if self._residency.block_at(slot) != -1:
-                fill = self._table.fill(self._residency.block_at(slot))
-                if fill:
-                    return slot * self.block_tokens + fill - 1
-            slot -= 1
-        return -1
+        return self._stager.highest_used_cell()
 
     @property
     def host_bytes(self):
@@ -149,15 +121,7 @@ cdef class WorkingSet:
     @property
     def counters(self):
         """Counters, the totals of all transfers."""
-        return Counters(
-            bytes_in=self._stager.n_in * self.payload_bytes,
-            bytes_out=self._stager.n_sealed * self.payload_bytes,
-            blocks_in=self._stager.n_in,
-            blocks_out=self._stager.n_out,
-            blocks_kept=self._stager.n_kept,
-            blocks_moved=self._stager.n_moved,
-            blocks_sealed=self._stager.n_sealed,
-        )
+        return self._stager.counters
 
     def room(self, bint reply=False):
         """Tokens that fit now without anything leaving: the rest of the open block and free blocks.
@@ -290,18 +254,8 @@ cdef class WorkingSet:
         Raises:
             CapacityError: the host limit is reached; none of them is copied.
         """
-        cdef int slot, n = 0
-        cdef BlockId block
         self._require_idle()
-        for slot in range(self._residency.n_slots):
-            block = self._residency.block_at(slot)
-            if block != -1 and self._table.is_complete(block) and not self._stager.has_copy(block):
-                self._blocks[n] = block
-                n += 1
-        if n > 1:
-            np.asarray(self._blocks)[:n].sort()
-        if n:
-            self._stager.seal(&self._blocks[0], n)
+        self._stager.seal_complete()
         return self._stager.take_fresh()
 
     def evict(self, blocks):
@@ -400,8 +354,6 @@ cdef class WorkingSet:
         Raises:
             CapacityError, TransferError: it could not become resident; no token is forgotten.
         """
-        cdef BlockId last, block
-        cdef int slot, fill
         self._require_idle()
         if not 0 <= n_tokens <= self._table.n_tokens:
             raise ValueError(f"n_tokens is {n_tokens}, but must be 0..{self._table.n_tokens}")
@@ -410,23 +362,97 @@ cdef class WorkingSet:
         if n_tokens == 0:
             self.clear()
         elif n_tokens < self._table.n_tokens:
-            last = (n_tokens - 1) // self.block_tokens
-            if self._residency.slot_of(last) == -1:
-                self._stager.bring(last)
-            for slot in range(self._residency.n_slots):
-                block = self._residency.block_at(slot)
-                if block > last:
-                    self._port.clear(slot * self.block_tokens, self.block_tokens)
-                    self._residency.release(block)
-            fill = n_tokens - last * self.block_tokens
-            self._port.clear(self._residency.slot_of(last) * self.block_tokens + fill,
-                             self.block_tokens - fill)
-            self._table.cut(n_tokens)
-            if fill < self.block_tokens:
-                last -= 1
-            self._store.drop_from(last + 1)
-            self._store.trim()
-            self._stager.forget_fresh(last + 1)
+            self._stager.cut(n_tokens)
+        return self._difference(before, start)
+
+    def clear(self):
+        """Forget the whole history, prepared tokens included. Records and slots are free again."""
+        self._stager.empty()
+        self.n_pending = 0
+        self._table.cut(0)
+        self._store.drop_from(0)
+        self._store.trim()
+        self._stager.forget_fresh(0)
+
+    # several histories
+
+    def new_history(self):
+        """An empty history that may take its turn on the device."""
+        return History(self._port, self._budget, self.history)
+
+    def branch(self, History source not None, int n_tokens):
+        """A new history that begins with the first n_tokens of source; it is not on the device.
+
+        They hold the same records of complete blocks; of a block that is cut inside, the new one
+        has its own. source: on the device or not; it stays as it is.
+
+        Raises:
+            CapacityError, TransferError: a block could not be stored; there is no new history.
+        """
+        cdef History target = self.new_history()
+        cdef BlockId n_complete = n_tokens // self.block_tokens
+        self._require_idle()
+        if not 0 <= n_tokens <= source.table.n_tokens:
+            raise ValueError(f"n_tokens is {n_tokens}, but must be 0..{source.table.n_tokens}")
+        if source is self.history:
+            self._stager.take_window(source)
+            self._stager.seal_complete()
+        target.table.begin_as(source.table, n_tokens)
+        target.store.share(source.store, n_complete)
+        if n_tokens % self.block_tokens:
+            self._stager.copy_open(source, target, n_complete)
+        target.take_window(source)
+        return target
+
+    def switch(self, History target not None):
+        """Put another history on the device, with what was resident when it left.
+
+        Blocks that both hold and that stay visible keep their slots. Returns a Transfer.
+
+        Raises:
+            CapacityError, TransferError: the present history could not be stored, and is still
+                there; or target could not be brought in: then `history` is a new, empty one, and
+                both others are whole on the host.
+        """
+        cdef History empty = self.new_history()
+        self._require_idle()
+        before = self.counters
+        start = perf_counter()
+        if target is not self.history:
+            self._residency.know(target.table.n_blocks)
+            self._stager.park(self.history)
+            self._stager.leave(target)
+            self._use(target)
+            try:
+                self._stager.enter(target)
+            except BaseException:
+                self._stager.empty()
+                self._use(empty)
+                raise
+        return self._difference(before, start)
+
+    def check(self, parked=()):
+        """Raises AssertionError that names the first broken invariant; for tests, any time.
+
+        parked: all the histories that are not on the device.
+        """
+        check_memory(self._port, self._table, self._residency, self._store, self._budget,
+                     self.n_pending)
+        if not self.n_pending:
+            check_parked(self.history, parked, self._residency.n_slots)
+
+    # leaves
+
+    cdef int _use(self, History history) except -1:
+        """This history is on the device from now on."""
+        self.history = history
+        self._table = history.table
+        self._store = history.store
+        self._stager.use(history)
+        return 0
+
+    def _difference(self, before, start):
+        """A Transfer of what was done since the counters were `before`."""
         after = self.counters
         return Transfer(
             n_in=after.blocks_in - before.blocks_in,
@@ -437,26 +463,6 @@ cdef class WorkingSet:
             bytes_out=after.bytes_out - before.bytes_out,
             seconds=perf_counter() - start,
         )
-
-    def clear(self):
-        """Forget the whole history, prepared tokens included. Records and slots are free again."""
-        cdef int slot
-        for slot in range(self._residency.n_slots):
-            if self._residency.block_at(slot) != -1:
-                self._port.clear(slot * self.block_tokens, self.block_tokens)
-        self.n_pending = 0
-        self._residency.reset()
-        self._table.cut(0)
-        self._store.drop_from(0)
-        self._store.trim()
-        self._stager.forget_fresh(0)
-
-    def check(self):
-        """Raises AssertionError that names the first broken invariant; for tests, any time."""
-        check_memory(self._port, self._table, self._residency, self._store, self._budget,
-                     self.n_pending)
-
-    # leaves
 
     cdef int _require_idle(self) except -1:
         if self.n_pending:

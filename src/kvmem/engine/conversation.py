@@ -1,0 +1,74 @@
+"""One conversation: its history, what scores it, and what was asked last."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmem.engine.checkpoint import Checkpoints
+from kvmem.engine.prompt import Span
+from kvmem.kv.history import History
+from kvmem.kv.lexical import LexicalIndex
+from kvmem.kv.query import Query
+from kvmem.kv.summary import KeySummaries
+
+__all__ = ["Conversation", "LastPrompt", "Question", "Window"]
+
+I32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question whose Q is known. prefix: all tokens up to its end."""
+
+    query: Query
+    span: Span
+    prefix: I32
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What the reply to a prompt could see at its start. blocks: int32, ascending."""
+
+    prompt: I32
+    question: Question | None
+    blocks: I32
+    n_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class LastPrompt:
+    """Where the newest prompt of a conversation had what, in tokens.
+
+    messages_end: the end of its last message; behind it stands only what opens the reply.
+    may_change_from: a prompt that differs from here on is most likely this one gone on: its last
+        message was replaced, or what follows the last question was written anew.
+    """
+
+    messages_end: int = 0
+    may_change_from: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Conversation:
+    """Everything that leaves the device with a history, and comes back with it.
+
+    client_id: what a client calls it; None if it did not say. used: when, on the clock of requests.
+    is_superseded: a branch went on where this one stopped, so it is the first to leave.
+    """
+
+    history: History
+    summaries: KeySummaries
+    lexical: LexicalIndex
+    checkpoints: Checkpoints
+    question: Question | None = None
+    window: Window | None = None
+    client_id: str | None = None
+    number: int = 0
+    used: int = 0
+    is_superseded: bool = False
+    last: LastPrompt = field(default_factory=LastPrompt)
+
+    @property
+    def n_tokens(self) -> int:
+        return self.history.n_tokens

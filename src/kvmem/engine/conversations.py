@@ -1,0 +1,288 @@
+"""Which conversation a request goes on, and which one leaves when there is no room.
+
+docs/memory.md, "Conversations", has the rules.
+"""
+
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmem.engine.conversation import Conversation, LastPrompt
+from kvmem.engine.marks import generation_start
+from kvmem.engine.memory import TieredMemory
+from kvmem.engine.prompt import Prompt
+from kvmem.engine.stats import ConversationUse, MemoryReport
+from kvmem.engine.switching import branch, forget, switch
+
+__all__ = ["ConversationInfo", "Conversations", "common_prefix"]
+
+I32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationInfo:
+    """What is known of a kept conversation, for those who watch. shared: blocks held together with
+    another one.
+    """
+
+    number: int
+    client_id: str | None
+    is_on_device: bool
+    n_tokens: int
+    n_blocks: int
+    n_shared: int
+    checkpoints: tuple[int, ...]
+
+
+class Conversations:
+    """The conversations of one memory; exactly one of them is on the device.
+
+    limit: how many are kept. limit_bytes: what all of them may take of the host while there are
+    several; None for the host limit.
+    """
+
+    def __init__(self, memory: TieredMemory, *, limit: int, limit_bytes: int | None) -> None:
+        self._memory = memory
+        self._limit = limit
+        self._host_limit = memory.host.limit
+        self._limit_bytes = min(limit_bytes or self._host_limit, self._host_limit)
+        self._parked: list[Conversation] = []
+        self._needed: Conversation | None = None  # must not leave now
+        self._clock = 0
+        self._n_made = 1
+        self.n_evicted = 0
+        self.infos: tuple[ConversationInfo, ...] = ()
+        memory.active.number = 1
+        memory.make_room_on_host = self._make_room
+
+    def __len__(self) -> int:
+        return len(self._parked) + 1
+
+    @property
+    def parked(self) -> tuple[Conversation, ...]:
+        """Those that are not on the device."""
+        return tuple(self._parked)
+
+    def enter(self, prompt: Prompt, tokens: I32, report: MemoryReport) -> int:
+        """Put the conversation that this prompt goes on on the device, cut back to where they part.
+
+        Returns how many tokens they have in common; a hybrid may have been cut back further.
+
+        Raises CapacityError, TransferError: every conversation is whole, or gone.
+        """
+        started = perf_counter()
+        memory = self._memory
+        self._clock += 1
+        best, shared, kept = self._find(prompt, tokens)
+        use = self._choose(best, prompt, shared, kept)
+        if use == "new":
+            shared = 0
+        self._needed = None if use == "new" else best
+        try:
+            self._enter(use, best, prompt, kept, report)
+        finally:
+            self._needed = None
+            self._tidy()
+        active = memory.active
+        active.used = self._clock
+        active.is_superseded = False
+        active.client_id = prompt.conversation_id or active.client_id
+        active.last = _last_prompt(prompt, active)
+        report.conversation = active.number
+        report.conversation_use = use
+        report.n_conversations = len(self)
+        report.times.switch_s += perf_counter() - started
+        return shared
+
+    def note(self) -> None:
+        """Tell those who watch what is kept now."""
+        memory = self._memory
+        self.infos = tuple(
+            ConversationInfo(
+                number=one.number,
+                client_id=one.client_id,
+                is_on_device=one is memory.active,
+                n_tokens=one.n_tokens,
+                n_blocks=one.history.n_blocks,
+                n_shared=one.history.n_shared,
+                checkpoints=tuple(one.checkpoints.positions),
+            )
+            for one in sorted((memory.active, *self._parked), key=lambda one: -one.used)
+        )
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        while self._parked:
+            self._forget(self._parked[-1])
+        self._memory.clear()
+        self._tidy()
+        self.infos = ()
+
+    def check(self) -> None:
+        """State every invariant; AssertionError names the broken one."""
+        self._memory.check(self._parked)
+        assert len(self) <= self._limit
+        assert all(one.n_tokens for one in self._parked)
+        if self._parked:
+            assert self._memory.host.used <= self._limit_bytes
+
+    # which
+
+    def _find(self, prompt: Prompt, tokens: I32) -> tuple[Conversation, int, int]:
+        """The conversation to go on or to branch from, what it has in common with the prompt, and
+        how much of that need not be read again.
+
+        That is most where it goes on; one to branch from must save a block more.
+        """
+        memory = self._memory
+        limit = len(tokens) - 1  # the last one is read again: its logits are wanted
+        found: list[tuple[tuple[int, bool, int], Conversation, int, int]] = []
+        for one in (memory.active, *self._parked):
+            shared = min(common_prefix(one.history.tokens, tokens), limit)
+            kept = self._restorable(one, shared)
+            worth = kept + memory.block_tokens * self._goes_on(one, prompt, shared)
+            found.append(((worth, self._is_own(one, prompt), one.used), one, shared, kept))
+        _, best, shared, kept = max(found, key=lambda item: item[0])
+        return best, shared, kept
+
+    def _is_own(self, one: Conversation, prompt: Prompt) -> bool:
+        return prompt.conversation_id is not None and one.client_id == prompt.conversation_id
+
+    def _goes_on(self, one: Conversation, prompt: Prompt, shared: int) -> bool:
+        """Whether the prompt holds all of its last prompt's messages, and may be its next one."""
+        ids = {one.client_id, prompt.conversation_id} - {None}
+        return len(ids) < 2 and shared >= min(one.last.messages_end, one.n_tokens)
+
+    def _restorable(self, one: Conversation, n_tokens: int) -> int:
+        """How many of its first n_tokens need not be read again."""
+        if not self._memory.is_hybrid or n_tokens == one.n_tokens:
+            return n_tokens
+        checkpoint = one.checkpoints.nearest(n_tokens)
+        return 0 if checkpoint is None else checkpoint.n_tokens
+
+    def _choose(
+        self, best: Conversation, prompt: Prompt, shared: int, kept: int
+    ) -> ConversationUse:
+        if self._limit == 1 or best.n_tokens == 0 or self._goes_on(best, prompt, shared):
+            return "same" if best is self._memory.active else "switched"
+        if kept < self._memory.block_tokens:
+            return "new"
+        if not {best.client_id, prompt.conversation_id} - {None, prompt.conversation_id}:
+            best.is_superseded = shared >= best.last.may_change_from > 0
+        return "branched"
+
+    def _enter(
+        self,
+        use: ConversationUse,
+        best: Conversation,
+        prompt: Prompt,
+        kept: int,
+        report: MemoryReport,
+    ) -> None:
+        memory = self._memory
+        if use == "same":
+            memory.truncate(kept)
+            return
+        if use == "switched":
+            target = best
+        else:
+            while len(self) >= self._limit and self._evict():
+                pass
+            if len(self) >= self._limit:  # the two that are left: one leaves, one is branched from
+                memory.clear()
+            target = branch(memory, best, kept) if use == "branched" else memory.new_conversation()
+            self._n_made += 1
+            target.number = self._n_made
+            target.client_id = prompt.conversation_id
+        present = memory.active
+        self._needed = target
+        if present is not target:
+            self._bound_bytes()
+        was_there = target in self._parked
+        if was_there:
+            self._parked.remove(target)
+        try:
+            transfer = switch(memory, target, kept)
+        except BaseException:
+            if memory.active is not target and target.n_tokens and was_there:
+                self._parked.append(target)
+            elif memory.active is not target:
+                forget(memory, target)
+            if memory.active is not present:
+                self._keep(present)
+            raise
+        self._keep(present)
+        report.blocks_in += transfer.n_in
+        report.blocks_out += transfer.n_out
+        report.blocks_kept += transfer.n_kept
+        report.bytes_in += transfer.bytes_in
+        report.bytes_out += transfer.bytes_out
+
+    def _keep(self, one: Conversation) -> None:
+        """It has left the device."""
+        if one.n_tokens:
+            self._parked.append(one)
+        else:
+            forget(self._memory, one)
+
+    # what leaves
+
+    def _make_room(self) -> bool:
+        """Let one leave for the sake of host memory; False if none can."""
+        is_done = self._evict()
+        self._tidy()
+        return is_done
+
+    def _evict(self) -> bool:
+        """The first to leave was superseded, else not used for the longest time."""
+        leaving = min(
+            (one for one in self._parked if one is not self._needed),
+            key=lambda one: (not one.is_superseded, one.used),
+            default=None,
+        )
+        if leaving is None:
+            return False
+        self._forget(leaving)
+        self.n_evicted += 1
+        return True
+
+    def _forget(self, one: Conversation) -> None:
+        self._parked.remove(one)
+        forget(self._memory, one)
+
+    def _bound_bytes(self) -> None:
+        """From now on there are several: what they may take together holds."""
+        memory = self._memory
+        while memory.host.used > self._limit_bytes:
+            if not self._evict() and not memory.checkpoints.give_way():
+                memory.note(
+                    f"a conversation of {memory.n_tokens} tokens takes more than "
+                    f"{self._limit_bytes} bytes: it cannot be kept beside another"
+                )
+                memory.clear()
+                break
+        memory.host.set_limit(self._limit_bytes)
+
+    def _tidy(self) -> None:
+        """One alone may take all of the host limit."""
+        if not self._parked and self._needed is None:
+            self._memory.host.set_limit(self._host_limit)
+
+
+def _last_prompt(prompt: Prompt, conversation: Conversation) -> LastPrompt:
+    messages_end = generation_start(prompt)
+    may_change_from = 0
+    if any(item.role == "assistant" for item in prompt.spans):
+        may_change_from = prompt.spans[-1].span.start
+        if prompt.query_span is not None:
+            may_change_from = min(may_change_from, prompt.query_span.stop)
+    return LastPrompt(messages_end, may_change_from)
+
+
+def common_prefix(first: I32, second: I32) -> int:
+    """Tokens that both begin with."""
+    n = min(len(first), len(second))
+    differs = first[:n] != second[:n]
+    return int(differs.argmax()) if differs.any() else n

@@ -1,0 +1,389 @@
+"""Several conversations on one device: whose history a reply sees, what is kept, what it costs."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engines import ENDLESS, Recorded, Reply, make_config, random_tokens, record
+
+from kvmem.engine.conversations import Conversations
+from kvmem.engine.engine import Engine
+from kvmem.engine.events import Done, TokenEvent
+from kvmem.engine.prompt import Prompt, RoleSpan, Span
+from kvmem.engine.sampling import GenerateParams
+from kvmem.engine.session import Session
+from kvmem.errors import ConfigError, TransferError
+from kvmem.llama.context import CancelToken
+
+MANY = {"conversations": 8, "type_k": "f32", "type_v": "f32"}
+WHOLE = {**MANY, "budget_tokens": 2048, "workspace_tokens": 2048}
+KINDS = ["llama", "qwen3", "qwen35", "qwen35moe"]
+OPEN = (1, 2, 3)  # what a template puts in front of a message
+
+
+def conversations_of(session: Session) -> Conversations:
+    assert session.conversations is not None
+    return session.conversations
+
+
+@dataclass
+class Chat:
+    """A client's side of one conversation: messages as tokens, resent in full each turn."""
+
+    system: tuple[int, ...]
+    client_id: str | None = None
+    messages: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+
+    def prompt(self) -> Prompt:
+        tokens: list[int] = []
+        spans = []
+        for role, text in [("system", self.system), *self.messages]:
+            tokens += OPEN
+            spans.append(RoleSpan(role, Span(len(tokens), len(tokens) + len(text))))
+            tokens += text
+        users = [item.span for item in spans if item.role == "user"]
+        return Prompt(
+            tokens=(*tokens, *OPEN),
+            spans=tuple(spans),
+            query_span=users[-1] if users else None,
+            conversation_id=self.client_id,
+        )
+
+    def ask(
+        self,
+        session: Session,
+        text: tuple[int, ...],
+        *,
+        max_tokens: int = 8,
+        cancel: CancelToken | None = None,
+    ) -> Reply:
+        """One turn: the question, and the reply as the model gave it."""
+        self.messages.append(("user", text))
+        reply = generate(session, self.prompt(), max_tokens, cancel)
+        self.messages.append(("assistant", reply.tokens))
+        return reply
+
+
+def generate(
+    session: Session, prompt: Prompt, max_tokens: int = 8, cancel: CancelToken | None = None
+) -> Reply:
+    params = GenerateParams(sampling=ENDLESS, max_tokens=max_tokens)
+    events = list(session.generate(prompt, params, cancel=cancel))
+    done = events[-1]
+    assert isinstance(done, Done)
+    return Reply(tuple(e.token for e in events if isinstance(e, TokenEvent)), done)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_title_request_leaves_the_session_whole(tiny: Callable[..., Path], kind: str) -> None:
+    """It begins with the same system prompt, and the session goes on as if it had not been."""
+    system, story = random_tokens(150, 1), random_tokens(400, 2)
+    with record(tiny(kind), **WHOLE) as recorded:
+        session = recorded.session
+        chat, title = Chat(system), Chat(system)
+        chat.ask(session, story)
+        n_tokens = session.n_tokens
+        reply = title.ask(session, random_tokens(40, 3))
+        assert reply.stats.memory.conversation_use == "branched"
+        assert reply.stats.cached_tokens >= 150, "the system prompt is not read again"
+        assert [info.n_tokens for info in conversations_of(session).infos][1:] == [n_tokens]
+        again = chat.ask(session, random_tokens(30, 4))
+        assert again.stats.memory.conversation_use == "switched"
+        # what opens a reply is read again where a state cannot be rewound
+        assert again.stats.cached_tokens >= n_tokens - 8 - len(OPEN)
+        conversations_of(session).check()
+    with record(tiny(kind), **WHOLE) as recorded:
+        twin = Chat(system)
+        twin.ask(recorded.session, story)
+        assert twin.ask(recorded.session, random_tokens(30, 4)).tokens == again.tokens
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen35"])
+def test_a_small_window_comes_back_as_it_was(tiny: Callable[..., Path], kind: str) -> None:
+    """Far beyond the budget each conversation is that of its twin: same decisions, same window."""
+    path = tiny(kind)
+    turns = [random_tokens(90 + 40 * i, 50 + i) for i in range(6)]
+
+    def play(sessions: list[Session]) -> list[list[Reply]]:
+        chats = [Chat(random_tokens(120, i)) for i in range(3)]
+        replies: list[list[Reply]] = [[], [], []]
+        for turn in turns:
+            for i, chat in enumerate(chats):
+                text = tuple(np.roll(turn, i).tolist())
+                replies[i].append(chat.ask(sessions[i], text))
+        return replies
+
+    with Engine(make_config(path, **MANY)) as engine:
+        session = engine.session()
+        together = play([session] * 3)
+        conversations_of(session).check()
+        assert len(conversations_of(session)) == 3
+    engines = [Engine(make_config(path, **MANY)) for _ in range(3)]
+    alone = play([engine.session() for engine in engines])
+    for engine in engines:
+        engine.close()
+    for ours, theirs in zip(together, alone, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.stats.memory.decision == other.stats.memory.decision
+            assert one.stats.memory.blocks == other.stats.memory.blocks
+            assert one.stats.cached_tokens == other.stats.cached_tokens
+            assert one.tokens == other.tokens
+    assert any(len(reply.stats.memory.blocks) < reply.stats.memory.n_blocks for reply in alone[0])
+
+
+def test_a_common_beginning_is_stored_once_and_stays_in_its_slots(tiny_llama: Path) -> None:
+    system = random_tokens(32 * 12, 1)
+    with record(tiny_llama, **WHOLE) as recorded:
+        session, memory = recorded.session, recorded.memory
+        chats = [Chat(system) for _ in range(4)]
+        for i, chat in enumerate(chats):
+            chat.ask(session, random_tokens(40, 10 + i))
+        infos = conversations_of(session).infos
+        assert [info.n_shared for info in infos] == [12] * 4
+        records = {
+            a for one in conversations_of(session).parked for a in one.history.store.addresses()
+        }
+        records |= set(memory.working_set.history.store.addresses())
+        assert memory.working_set.history.store.slabs.n_used == len(records) <= 12 + 4 * 3
+        slots = [memory.working_set.slot_of(block) for block in range(12)]
+        before = memory.working_set.counters
+        reply = chats[0].ask(session, random_tokens(40, 20))
+        moved = memory.working_set.counters.blocks_in - before.blocks_in
+        assert reply.stats.memory.conversation_use == "switched"
+        assert moved <= 3, "only what differs"
+        assert [memory.working_set.slot_of(block) for block in range(12)] == slots
+        summaries = {id(one.summaries) for one in conversations_of(session).parked}
+        assert len(summaries) == 3
+        conversations_of(session).check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_agent_that_changes_its_last_message_stays_one_conversation(
+    tiny: Callable[..., Path], kind: str
+) -> None:
+    """The reply comes back trimmed; the same prompt comes again; a reminder is replaced."""
+    with record(tiny(kind), **WHOLE) as recorded:
+        session = recorded.session
+        chat = Chat(random_tokens(100, 1))
+        chat.ask(session, random_tokens(200, 2))
+        chat.messages[-1] = ("assistant", chat.messages[-1][1][:5])
+        reply = chat.ask(session, random_tokens(50, 3))
+        assert reply.stats.memory.conversation_use == "same"
+        assert len(conversations_of(session)) == 1
+        chat.messages.pop()
+        again = generate(session, chat.prompt())
+        assert again.stats.memory.conversation_use == "same"
+        assert again.tokens == reply.tokens
+        # the last message differs: nothing is cut short, and the old end is the first to leave
+        chat.messages[-1] = ("user", random_tokens(50, 4))
+        other = generate(session, chat.prompt())
+        assert other.stats.memory.conversation_use == "branched"
+        assert other.stats.cached_tokens >= 300
+        superseded = [one.is_superseded for one in conversations_of(session).parked]
+        assert superseded == [True]
+
+
+def test_client_ids_keep_equal_beginnings_apart(tiny_llama: Path) -> None:
+    with record(tiny_llama, **WHOLE) as recorded:
+        session = recorded.session
+        one, other = Chat(random_tokens(99, 1), "one"), Chat(random_tokens(99, 1), "other")
+        one.ask(session, random_tokens(60, 2))
+        reply = other.ask(session, random_tokens(60, 2))
+        assert reply.stats.memory.conversation_use == "branched"
+        assert reply.tokens == one.messages[-1][1]
+        for i, chat in enumerate((one, other, one)):
+            reply = chat.ask(session, random_tokens(20, 3 + i))
+            assert reply.stats.memory.conversation_use == "switched"
+        assert {info.client_id for info in conversations_of(session).infos} == {"one", "other"}
+
+
+def test_the_least_recently_used_leaves(tiny_llama: Path) -> None:
+    with record(tiny_llama, **{**WHOLE, "conversations": 3}) as recorded:
+        session = recorded.session
+        chats = [Chat(random_tokens(100, i)) for i in range(4)]
+        for i in (0, 1, 2, 0, 3):  # 1 is the oldest when 3 comes
+            chats[i].ask(session, random_tokens(40, 9))
+        uses = [chats[i].ask(session, random_tokens(20, 8)).stats for i in (0, 2, 3, 1)]
+        assert [stats.memory.conversation_use for stats in uses] == ["switched"] * 3 + ["new"]
+        assert uses[-1].cached_tokens == 0
+        assert conversations_of(session).n_evicted == 2
+        conversations_of(session).check()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen35"])
+def test_the_byte_limit_holds_at_every_moment(tiny: Callable[..., Path], kind: str) -> None:
+    """Sampled before each decode call; what is alone may take all of the host limit."""
+    limit = 3 << 20
+    settings = {**WHOLE, "conversations_bytes": limit, "host_limit_bytes": 32 << 20}
+    with record(tiny(kind), **settings) as recorded:
+        session, memory = recorded.session, recorded.memory
+        many = conversations_of(session)
+        seen: list[tuple[int, int]] = []
+
+        def sample() -> None:
+            seen.append((len(many), memory.host.used))
+
+        recorded.context.on_decode = sample
+        chats = [Chat(random_tokens(150, i)) for i in range(8)]
+        for i in np.random.default_rng(1).integers(0, 8, 30).tolist():
+            chats[i].ask(session, random_tokens(60, 100 + i))
+            many.check()
+            if len(chats[i].messages) > 12:
+                chats[i].messages.clear()
+        assert max(n for n, _ in seen) > 1
+        assert many.n_evicted > 0
+        assert all(used <= limit for n, used in seen if n > 1)
+        big = Chat(random_tokens(1900, 77))
+        recorded.context.on_decode = None
+        big.ask(session, random_tokens(50, 78), max_tokens=2)
+        assert big.ask(session, random_tokens(5, 79), max_tokens=2).stats.cached_tokens > 1800
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen35"])
+@pytest.mark.parametrize("stop_at", [1, 3, 9])
+@pytest.mark.parametrize("stop_behind", [False, True])
+def test_after_a_cancel_every_conversation_is_right(
+    tiny: Callable[..., Path], kind: str, stop_at: int, stop_behind: bool
+) -> None:
+    def play(recorded: Recorded, *, cancelled: bool) -> list[tuple[int, ...]]:
+        session = recorded.session
+        one, other = Chat(random_tokens(150, 1)), Chat(random_tokens(150, 2))
+        one.ask(session, random_tokens(200, 3))
+        other.ask(session, random_tokens(200, 4))
+        if cancelled:
+            recorded.context.stop_at, recorded.context.stop_behind = stop_at, stop_behind
+            broken = Chat(one.system, messages=list(one.messages))
+            reply = broken.ask(session, random_tokens(400, 5))
+            assert reply.done.reason == "cancelled"
+            conversations_of(session).check()
+        return [chat.ask(session, random_tokens(30, 6)).tokens for chat in (other, one, other)]
+
+    with record(tiny(kind), **WHOLE) as recorded:
+        expected = play(recorded, cancelled=False)
+    with record(tiny(kind), **WHOLE) as recorded:
+        assert play(recorded, cancelled=True) == expected
+
+
+def test_a_switch_that_fails_loses_nothing(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The working set's own tests let every copy fail; here the conversations are told."""
+    with record(tiny_llama, **WHOLE) as recorded:
+        session = recorded.session
+        one, other = Chat(random_tokens(150, 1)), Chat(random_tokens(150, 2))
+        first = one.ask(session, random_tokens(50, 3))
+        other.ask(session, random_tokens(50, 4))
+
+        def fail(*_: object) -> None:
+            raise TransferError("by the test")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("kvmem.engine.switching._switch_blocks", fail)
+            with pytest.raises(TransferError):
+                one.ask(session, random_tokens(20, 5))
+        conversations_of(session).check()
+        assert len(conversations_of(session)) == 2
+        one.messages.pop()
+        reply = one.ask(session, random_tokens(20, 5))
+        assert reply.stats.memory.conversation_use == "switched"
+        assert reply.stats.cached_tokens >= 200
+        one.messages[1:] = []
+        assert generate(session, one.prompt()).tokens == first.tokens
+
+
+def test_settings_that_contradict_each_other_are_refused(tiny_llama: Path) -> None:
+    with pytest.raises(ConfigError, match="conversations is 0"):
+        make_config(tiny_llama, conversations=0)
+    with pytest.raises(ConfigError, match="conversations_bytes is 5, but must be given with"):
+        make_config(tiny_llama, conversations_bytes=5)
+    with pytest.raises(ConfigError, match="of which it is a part"):
+        make_config(tiny_llama, conversations=2, conversations_bytes=1 << 40)
+
+
+@dataclass
+class Player:
+    """A client of the random trial: its turns are drawn, and depend on its own replies alone."""
+
+    number: int
+    chat: Chat
+    random: np.random.Generator
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    replies: list[tuple[int, ...]] = field(default_factory=list)
+
+    def play(self, session: Session) -> Reply:
+        n = int(self.random.integers(5, 60))
+        text = tuple(self.random.integers(0, 256, n).tolist())
+        if len(self.chat.messages) > 14:
+            self.chat.messages.clear()  # a compaction: the system prompt alone stays
+        elif self.chat.messages and self.random.random() < 0.2:
+            del self.chat.messages[-2:]  # the last turn is asked anew
+        reply = self.chat.ask(session, text, max_tokens=16)
+        self.replies.append(reply.tokens)
+        return reply
+
+
+def players() -> list[Player]:
+    """Six, of which 0, 1 and 2 have one system prompt."""
+    return [
+        Player(i, Chat(random_tokens(130, 7 if i < 3 else 100 + i)), np.random.default_rng(i))
+        for i in range(6)
+    ]
+
+
+def random_trial(path: Path, n_requests: int) -> None:
+    """Case R05: each reply is that of the client alone, and what was read is what is said."""
+    settings = {**WHOLE, "conversations": 4, "conversations_bytes": 3 << 20}
+    ours = players()
+    order = iter(np.random.default_rng(5).integers(0, 6, n_requests).tolist())
+    taking = threading.Lock()
+    stats: list[tuple[int, int, int]] = []
+    faults: list[BaseException] = []
+
+    def work(session: Session) -> None:
+        while True:
+            with taking:
+                picked = next(order, None)
+                if picked is None or faults:
+                    return
+                ours[picked].lock.acquire()
+            try:
+                reply = ours[picked].play(session)
+                told = reply.stats
+                stats.append((told.prompt_tokens, told.cached_tokens, told.completion_tokens))
+            except BaseException as fault:
+                faults.append(fault)
+                raise
+            finally:
+                ours[picked].lock.release()
+
+    with record(path, **settings) as recorded, ThreadPoolExecutor(4) as pool:
+        recorded.context.on_decode = lambda: None
+        for result in [pool.submit(work, recorded.session) for _ in range(4)]:
+            result.result()
+        many = conversations_of(recorded.session)
+        many.check()
+        assert many.n_evicted > 0
+        n_decoded = sum(len(call.tokens) for call in recorded.calls)
+    assert len(stats) == n_requests
+    assert n_decoded == sum(prompt - cached + reply - 1 for prompt, cached, reply in stats)
+    assert any(cached for _, cached, _ in stats) and any(not cached for _, cached, _ in stats)
+    for player, twin in zip(ours, players(), strict=True):
+        with Engine(make_config(path, **WHOLE)) as engine:
+            session = engine.session()
+            for expected in player.replies:
+                assert twin.play(session).tokens == expected, f"player {player.number}"
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen35"])
+def test_no_reply_contains_another_conversation(tiny: Callable[..., Path], kind: str) -> None:
+    random_trial(tiny(kind), 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen35"])
+def test_no_reply_of_two_hundred_contains_another(tiny: Callable[..., Path], kind: str) -> None:
+    random_trial(tiny(kind), 200)
