@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from engines import ENDLESS, Recorded, Reply, make_config, random_tokens, record
 
+from kvmem.engine.calibration import Calibration
 from kvmem.engine.conversations import Conversations
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Done, TokenEvent
@@ -293,6 +294,27 @@ def test_a_switch_that_fails_loses_nothing(
         assert reply.stats.cached_tokens >= 200
         one.messages[1:] = []
         assert generate(session, one.prompt()).tokens == first.tokens
+
+
+def test_other_pairs_reach_a_conversation_when_it_comes_back(tiny_llama: Path) -> None:
+    """Its summaries are made from its records; the reply is that of an engine that had them."""
+    pairs = Calibration(fingerprint="", type_k="f32", type_v="f32", pairs=((1, 0),), slice_tokens=4)
+
+    def play(recorded: Recorded, calibrate_at: int) -> list[tuple[int, ...]]:
+        one, other = Chat(random_tokens(150, 1)), Chat(random_tokens(150, 2))
+        replies = []
+        for i, chat in enumerate((one, other, one, other)):
+            if i == calibrate_at:
+                recorded.memory.use_calibration(pairs)
+            replies.append(chat.ask(recorded.session, random_tokens(300, 3 + i)).tokens)
+            conversations_of(recorded.session).check()
+            assert recorded.memory.summaries.slice_tokens == (4 if i >= calibrate_at else 8)
+        return replies
+
+    with record(tiny_llama, **MANY) as recorded:
+        late = play(recorded, 2)
+    with record(tiny_llama, **MANY) as recorded:
+        assert play(recorded, 0)[2:] == late[2:]
 
 
 def test_settings_that_contradict_each_other_are_refused(tiny_llama: Path) -> None:
