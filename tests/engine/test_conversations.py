@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engines import ENDLESS, Recorded, Reply, make_config, random_tokens, record
+from stock import stock_context
 
 from kvmem.engine.calibration import Calibration
 from kvmem.engine.conversations import Conversations
@@ -356,6 +357,26 @@ def players() -> list[Player]:
     ]
 
 
+TIE = 0.02
+"""Stock llama.cpp's logits of these models differ by up to 0.011 between batches of 128 and of 9,
+as flash attention reads K and V as f16: two tokens closer than twice that may change places."""
+
+
+def require_tie(
+    path: Path, prompt: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]
+) -> None:
+    """AssertionError unless the replies part where stock llama.cpp has two tokens side by side."""
+    at = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+    tokens = np.array([*prompt, *one[:at]], np.int32)
+    with stock_context(path, type_k="f32", type_v="f32") as context:
+        for start in range(0, len(tokens), 128):
+            chunk = tokens[start : start + 128]
+            context.decode(chunk, np.arange(start, start + len(chunk), dtype=np.int32))
+        logits = context.logits(-1)
+    best = logits.max()
+    assert best - logits[one[at]] < TIE and best - logits[other[at]] < TIE, f"token {at}"
+
+
 def random_trial(path: Path, n_requests: int) -> None:
     """Case R05: each reply is that of the client alone, and what was read is what is said."""
     settings = {**WHOLE, "conversations": 4, "conversations_bytes": 3 << 20}
@@ -396,8 +417,15 @@ def random_trial(path: Path, n_requests: int) -> None:
     for player, twin in zip(ours, players(), strict=True):
         with Engine(make_config(path, **WHOLE)) as engine:
             session = engine.session()
+            n_ties = 0
             for expected in player.replies:
-                assert twin.play(session).tokens == expected, f"player {player.number}"
+                reply = twin.play(session).tokens
+                if reply != expected:
+                    twin.chat.messages.pop()
+                    require_tie(path, twin.chat.prompt().tokens, reply, expected)
+                    twin.chat.messages.append(("assistant", expected))
+                    n_ties += 1
+            assert n_ties <= 1 + len(player.replies) // 20, f"player {player.number}"
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen35"])
