@@ -91,7 +91,7 @@ def write(path: Path, matrices: Q, context_tokens: int = 262_144) -> None:
     writer.add_full_attention_interval(ATTENTION_INTERVAL)
     writer.add_nextn_predict_layers(1)
     writer.add_vocab_size(N_VOCAB)
-    writer.add_tokenizer_model("none")
+    _vocabulary(writer)
 
     weights = Weights(writer, matrices)
     weights.matrix("token_embd.weight", N_VOCAB, N_EMBD, Q.Q4_0, scale=0.5)
@@ -108,6 +108,32 @@ def write(path: Path, matrices: Q, context_tokens: int = 262_144) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _vocabulary(writer: gguf.GGUFWriter) -> None:
+    """Bytes, ChatML's marks, and filler up to the real size: any text can be written."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    # how byte-level BPE writes each byte as a letter
+    letters = {byte: chr(byte) for byte in visible}
+    letters |= {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+    tokens = [letters[byte] for byte in range(256)] + ["he"]
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    fillers = [f"<filler{i}>" for i in range(N_VOCAB - len(tokens) - len(marks))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen35")
+    writer.add_token_list(tokens + marks + fillers)
+    normal, control, unused = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL, gguf.TokenType.UNUSED
+    kinds = [normal] * len(tokens) + [control] * len(marks) + [unused] * len(fillers)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(["h e"])
+    writer.add_eos_token_id(len(tokens) + marks.index("<|im_end|>"))
+    writer.add_chat_template(
+        "{%- for message in messages -%}"
+        "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    )
 
 
 def _layer(weights: Weights, prefix: str, *, is_mtp: bool, attends: bool) -> None:

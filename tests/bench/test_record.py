@@ -15,7 +15,11 @@ class Sample:
 
 def test_lines_are_strict_json_without_nan() -> None:
     line = json_line(Sample(float("nan"), Path("a/b")))
-    assert json.loads(line, parse_constant=lambda word: 1 / 0) == {"value": None, "path": "a/b"}
+    assert json.loads(line, parse_constant=lambda word: 1 / 0) == {
+        "record": "Sample",
+        "value": None,
+        "path": "a/b",
+    }
 
 
 def test_a_file_is_written_whole(tmp_path: Path) -> None:
@@ -23,7 +27,7 @@ def test_a_file_is_written_whole(tmp_path: Path) -> None:
     write_jsonl(target, [{"a": 1}, Sample(0.5, Path("x"))])
     assert [json.loads(line) for line in target.read_text().splitlines()] == [
         {"a": 1},
-        {"value": 0.5, "path": "x"},
+        {"record": "Sample", "value": 0.5, "path": "x"},
     ]
     assert list(target.parent.iterdir()) == [target]
 

@@ -1,17 +1,19 @@
 """Speed measurements on a tiny model, and their medians and ratios by hand."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvmem.bench.speed import SYSTEMS, SpeedRecord, SpeedSpec, run_speed
-from kvmem.bench.speed_summary import Ratio, ratios, speed_rows
+from kvmem.bench.speed import SYSTEMS, RequestRecord, SpeedRecord, SpeedSpec, run_speed
+from kvmem.bench.speed_summary import Ratio, ratios, request_rows, speed_rows
 from kvmem.errors import ConfigError
 
 
-def test_every_system_is_measured_in_every_round(tiny_llama: Path) -> None:
+@pytest.mark.parametrize("kind", ["llama", "qwen35"])
+def test_every_system_is_measured_in_every_round(kind: str, tiny: Callable[..., Path]) -> None:
     spec = SpeedSpec(
-        model=tiny_llama,
+        model=tiny(kind),
         depths=(1024,),
         pool_tokens=256,
         prefill_tokens=128,
@@ -21,14 +23,26 @@ def test_every_system_is_measured_in_every_round(tiny_llama: Path) -> None:
     )
     steps: list[tuple[int, int]] = []
     records = list(run_speed(spec, report=lambda what, done, total: steps.append((done, total))))
-    found = [(r.round, r.system, r.phase, r.n_tokens) for r in records]
+    speeds = [r for r in records if isinstance(r, SpeedRecord)]
+    found = [(r.round, r.system, r.phase, r.n_tokens) for r in speeds]
     assert found == [
         (turn, system, phase, n)
         for turn in (1, 2)
         for system in SYSTEMS
         for phase, n in (("prefill", 128), ("decode", 8))
     ]
-    assert all(r.seconds > 0 for r in records)
+    assert all(r.seconds > 0 for r in speeds)
+    requests = [r for r in records if isinstance(r, RequestRecord)]
+    assert [(r.round, r.system, r.kind) for r in requests] == [
+        (turn, system, "warm" if turn else "cold")
+        for turn in (0, 1, 2)
+        for system in ("kvmem", "stock")
+    ]
+    for request in requests:
+        assert request.read_tokens == 64 + 1024 * (request.kind == "cold")  # the prefix was held
+        phases = (request.read_s, request.query_s, request.score_s, request.move_s)
+        assert 0 < sum(phases) + request.replay_s <= request.first_token_s
+        assert (request.to_device_per_s is None) == (request.bytes_in == 0)
     assert steps[-1] == (9, 9)
 
 
@@ -70,3 +84,20 @@ def test_medians_and_ratios_are_taken_within_rounds() -> None:
 def test_wrong_settings_are_named(fields: dict[str, object], setting: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=setting):
         SpeedSpec(model=tmp_path, **fields)  # type: ignore[arg-type]
+
+
+def test_a_new_window_is_measured_against_the_plain_copy(tiny_llama: Path) -> None:
+    """With a pool that holds a quarter of the history, questions bring blocks in."""
+    spec = SpeedSpec(
+        model=tiny_llama, depths=(4096,), prefill_tokens=64, decode_tokens=4, repeats=3, n_threads=1
+    )
+    requests = [r for r in run_speed(spec) if isinstance(r, RequestRecord)]
+    moved = [r for r in requests if r.bytes_in]
+    assert moved
+    for request in moved:
+        assert request.to_device_per_s == pytest.approx(request.bytes_in / request.move_s)
+        assert request.of_ceiling is not None
+        assert 0 < request.of_ceiling < 2
+    rows = {(row.system, row.kind): row for row in request_rows(requests)}
+    assert rows["kvmem", "warm"].n == 3
+    assert rows["stock", "warm"].of_ceiling is None

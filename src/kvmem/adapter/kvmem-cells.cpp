@@ -105,6 +105,18 @@ int kvmem_transfer_use(kvmem_memory * memory, const char * name) {
     return KVMEM_OK;
 }
 
+int kvmem_transfer_ceiling(kvmem_memory * memory, double * in, double * out) {
+    try {
+        llama_synchronize(memory->ctx);
+        const kvmem_ceiling found = memory->transfer->measure_ceiling();
+        *in                       = found.in;
+        *out                      = found.out;
+    } catch (const std::exception & e) {
+        return fail(KVMEM_ERR_DEVICE, e.what());
+    }
+    return KVMEM_OK;
+}
+
 void kvmem_transfer_fail(kvmem_memory * memory, uint32_t n, int loses_device) {
     memory->fail_at    = n;
     memory->fail_loses = loses_device != 0;

@@ -3,6 +3,8 @@
 #include "ggml-backend.h"
 
 #include <algorithm>
+#include <chrono>
+#include <cstring>
 
 namespace {
 
@@ -40,6 +42,20 @@ struct generic_transfer : kvmem_transfer {
             ggml_backend_tensor_get(piece.tensor, scratch.data(), source * piece.bytes, piece.bytes);
             ggml_backend_tensor_set(piece.tensor, scratch.data(), target * piece.bytes, piece.bytes);
         }
+    }
+
+    kvmem_ceiling measure_ceiling() override {
+        constexpr size_t     n = 128ull << 20; // more than any cache
+        std::vector<uint8_t> from(n, 1), to(n, 2);
+        double               best = 0;
+        for (int i = 0; i < 5; ++i) {
+            const auto start = std::chrono::steady_clock::now();
+            memcpy(to.data(), from.data(), n);
+            const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
+            from[0] += to[n / 2]; // so that no copy can be left out
+            best = std::max(best, n / spent.count());
+        }
+        return { best, best };
     }
 
     std::vector<kvmem_piece> pieces;
@@ -90,6 +106,9 @@ struct split_transfer : kvmem_transfer {
             part->move(source, target);
         }
     }
+
+    // of the first device
+    kvmem_ceiling measure_ceiling() override { return parts[0]->measure_ceiling(); }
 
     std::vector<std::unique_ptr<kvmem_transfer>> parts;
     const char *                                 text;

@@ -9,6 +9,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 namespace {
@@ -168,6 +169,36 @@ struct cuda_transfer : kvmem_transfer {
     }
 
     void wait() override { check(drain(), "copy of blocks"); }
+
+    kvmem_ceiling measure_ceiling() override {
+        constexpr int n_copies = 16;
+        const size_t  bytes    = per_staging * payload_bytes;
+        auto &        lane     = lanes[0];
+        uint8_t *     pinned   = kvmem_pinned_alloc(bytes);
+        if (!pinned) {
+            throw kvmem_transfer_error("no pinned memory to measure with");
+        }
+        double rates[2] = {};
+        for (bool to_device : { true, false }) {
+            for (int round = 0; round < 3; ++round) {
+                const auto start = std::chrono::steady_clock::now();
+                for (int i = 0; i < n_copies; ++i) {
+                    void * target = to_device ? lane.staging : pinned;
+                    void * source = to_device ? pinned : lane.staging;
+                    cudaMemcpyAsync(target, source, bytes, cudaMemcpyDefault, lane.stream);
+                }
+                const cudaError_t status = drain();
+                if (status != cudaSuccess) {
+                    kvmem_pinned_free(pinned);
+                    check(status, "plain copy");
+                }
+                const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
+                rates[to_device] = std::max(rates[to_device], n_copies * bytes / spent.count());
+            }
+        }
+        kvmem_pinned_free(pinned);
+        return { rates[1], rates[0] };
+    }
 
   private:
     // the slot numbers go to both lanes; nothing is in flight

@@ -26,6 +26,12 @@ struct kvmem_transfer_error : std::runtime_error {
     bool lost;
 };
 
+// bytes per second of one large plain copy to the rows' device and from it: what no way can exceed
+struct kvmem_ceiling {
+    double in;
+    double out;
+};
+
 // One way to move payloads. A failed call throws kvmem_transfer_error.
 // The caller has synchronised the context before. At most as many blocks go at a time as the cache has slots.
 struct kvmem_transfer {
@@ -41,6 +47,8 @@ struct kvmem_transfer {
     // done when they return
     virtual void get(const int32_t * slots, uint8_t * const * payloads, uint32_t n) = 0;
     virtual void move(int32_t source, int32_t target)                               = 0;
+
+    virtual kvmem_ceiling measure_ceiling() = 0;
 };
 
 // The fastest way for these tensors, each device's layers by its own: "cuda", "generic", or "cuda+generic" where some

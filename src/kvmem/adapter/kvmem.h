@@ -116,6 +116,8 @@ KVMEM_API int kvmem_rows_move(kvmem_memory * memory, int32_t source, int32_t tar
 KVMEM_API const char * kvmem_transfer_name(const kvmem_memory * memory);
 // Choose the way by name, to compare them. Fails with KVMEM_ERR_UNSUPPORTED.
 KVMEM_API int kvmem_transfer_use(kvmem_memory * memory, const char * name);
+// Bytes per second of large plain copies to the device and from it, for benches.
+KVMEM_API int kvmem_transfer_ceiling(kvmem_memory * memory, double * in, double * out);
 // For tests: the n-th block copy from here on fails, after those before it in the same call were done; 0 for none.
 // loses_device: as an error that the device does not recover from, after which every call but the freeing ones fails.
 KVMEM_API void kvmem_transfer_fail(kvmem_memory * memory, uint32_t n, int loses_device);

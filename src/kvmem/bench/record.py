@@ -11,13 +11,26 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["environment", "json_line", "version", "write_jsonl"]
+from kvmem.llama import runtime
+
+__all__ = [
+    "environment",
+    "gpu_used_bytes",
+    "json_line",
+    "read_jsonl",
+    "version",
+    "write_jsonl",
+]
 
 
-def environment(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Machine, versions, commit, model and settings of a run."""
+def environment(model: Path | None, settings: dict[str, Any], bench: str = "") -> dict[str, Any]:
+    """Machine, driver, build, commit, model and settings of a run.
+
+    model: None for a server's. bench: the name of what was run.
+    """
     return {
         "record": "environment",
+        "bench": bench,
         "kvmem": version(),
         "commit": _commit(),
         "python": platform.python_version(),
@@ -25,15 +38,20 @@ def environment(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 2),
-        "model": model.name,
-        "model_bytes": model.stat().st_size,
+        "gpus": [device[1] for device in runtime.devices() if device[2] == "gpu"],
+        "driver": _driver(),
+        "build": runtime.system_info(),
+        "model": None if model is None else model.name,
+        "model_bytes": 0 if model is None else model.stat().st_size,
         "settings": settings,
     }
 
 
 def json_line(record: object) -> str:
-    """One record as JSON; NaN, which JSON does not know, becomes null."""
-    fields = asdict(record) if is_dataclass(record) and not isinstance(record, type) else record
+    """One record as JSON, with the name of its type; NaN, unknown to JSON, becomes null."""
+    fields = record
+    if is_dataclass(record) and not isinstance(record, type):
+        fields = {"record": type(record).__name__, **asdict(record)}
     return json.dumps(_plain(fields), separators=(",", ":"))
 
 
@@ -43,6 +61,25 @@ def write_jsonl(path: Path, records: Iterable[object]) -> None:
     partial = path.with_name(path.name + ".tmp")
     partial.write_text("".join(json_line(record) + "\n" for record in records))
     partial.replace(path)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All lines of a file that write_jsonl wrote; the first is the environment."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def gpu_used_bytes() -> int:
+    """Memory in use on all GPUs, by whatever program; 0 without one."""
+    return sum(device[4] - device[3] for device in runtime.devices() if device[2] == "gpu")
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's own line; None where there is none."""
+    try:
+        line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except OSError:
+        return None
+    return line.removeprefix("NVRM version:").strip()
 
 
 def _plain(value: Any) -> Any:

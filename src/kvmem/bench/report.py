@@ -5,11 +5,14 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from kvmem.bench.agent import AgentSummary
 from kvmem.bench.metrics import Interval
-from kvmem.bench.speed_summary import Ratio, SpeedRow
+from kvmem.bench.speed_summary import Ratio, RequestRow, SpeedRow
 from kvmem.bench.summary import Gate, Row
 
-__all__ = ["gate_table", "recall_table", "speed_table"]
+__all__ = ["agent_table", "gate_table", "recall_table", "request_table", "speed_table"]
+
+GIB = 1 << 30
 
 
 def interval(value: Interval | None) -> str:
@@ -75,5 +78,57 @@ def speed_table(rows: Sequence[SpeedRow], ratios: Sequence[Ratio], title: str) -
             number(row.tokens_per_s, 1),
             f"{row.slowest:.1f} .. {row.fastest:.1f}",
             "" if ratio is None else f"{ratio:.2f}x",
+        )
+    return table
+
+
+def request_table(rows: Sequence[RequestRow]) -> Table:
+    """Time to the first token, cold and warm, and what a new window costs."""
+    title = "one request of one token: medians, in ms"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in ("request", "system", "decision"):
+        table.add_column(heading)
+    headings = ("history", "n", "first token", "beside reading", "score", "move", "replay")
+    for heading in (*headings, "MB in", "GB/s", "of plain copy"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        times = (row.first_token_s, row.overhead_s, row.score_s, row.move_s, row.replay_s)
+        table.add_row(
+            row.kind,
+            row.system,
+            row.decision,
+            str(row.depth_tokens),
+            str(row.n),
+            *(number(1e3 * seconds, 1) for seconds in times),
+            number(row.bytes_in / 1e6, 1),
+            "-" if row.to_device_per_s is None else number(row.to_device_per_s / 1e9, 2),
+            "-" if row.of_ceiling is None else number(row.of_ceiling),
+        )
+    return table
+
+
+def agent_table(summaries: Sequence[AgentSummary], title: str) -> Table:
+    """One line for each task and system."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("task")
+    table.add_column("system")
+    headings = ("rounds", "tokens", "prefill first", "prefill all", "all/first", "decode")
+    for heading in (*headings, "decode last", "read twice", "accepted", "RAM GiB", "GPU GiB"):
+        table.add_column(heading, justify="right")
+    for row in summaries:
+        peaks = (row.peak_rss_bytes, row.peak_gpu_bytes)
+        table.add_row(
+            row.task,
+            row.system,
+            str(row.rounds),
+            str(row.n_tokens),
+            number(row.initial_per_s, 1),
+            number(row.overall_per_s, 1),
+            number(row.overall_over_initial),
+            number(row.decode_per_s, 1),
+            number(row.decode_last_per_s, 1),
+            "-" if row.replay_share is None else number(row.replay_share, 3),
+            "-" if row.accepted_share is None else number(row.accepted_share),
+            *("-" if n is None else number(n / GIB) for n in peaks),
         )
     return table

@@ -2,10 +2,11 @@
 
 import statistics
 from dataclasses import dataclass
+from typing import Literal
 
-from kvmem.bench.speed import SYSTEMS, Phase, SpeedRecord, System
+from kvmem.bench.speed import SYSTEMS, Phase, RequestRecord, SpeedRecord, System
 
-__all__ = ["Ratio", "SpeedRow", "ratios", "speed_rows"]
+__all__ = ["Ratio", "RequestRow", "SpeedRow", "ratios", "request_rows", "speed_rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,56 @@ class Ratio:
     depth_tokens: int
     against: System
     value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRow:
+    """Medians of the requests of one kind. of_ceiling: None where nothing moved.
+
+    overhead_s: the first token's time without the decoding of the question or the history.
+    """
+
+    system: System
+    kind: Literal["cold", "warm"]
+    depth_tokens: int
+    n: int
+    decision: str
+    first_token_s: float
+    overhead_s: float
+    score_s: float
+    move_s: float
+    replay_s: float
+    bytes_in: int
+    to_device_per_s: float | None
+    of_ceiling: float | None
+
+
+def request_rows(records: list[RequestRecord]) -> list[RequestRow]:
+    """One row for each system, kind and depth, in the order of the records."""
+    keys = dict.fromkeys((r.depth_tokens, r.kind, r.system) for r in records)
+    rows = []
+    for depth, kind, system in keys:
+        group = [r for r in records if (r.depth_tokens, r.kind, r.system) == (depth, kind, system)]
+        rates = [r.to_device_per_s for r in group if r.to_device_per_s is not None]
+        shares = [r.of_ceiling for r in group if r.of_ceiling is not None]
+        rows.append(
+            RequestRow(
+                system=system,
+                kind=kind,
+                depth_tokens=depth,
+                n=len(group),
+                decision=statistics.mode(r.decision for r in group),
+                first_token_s=statistics.median(r.first_token_s for r in group),
+                overhead_s=statistics.median(r.first_token_s - r.read_s - r.query_s for r in group),
+                score_s=statistics.median(r.score_s for r in group),
+                move_s=statistics.median(r.move_s for r in group),
+                replay_s=statistics.median(r.replay_s for r in group),
+                bytes_in=int(statistics.median(r.bytes_in for r in group)),
+                to_device_per_s=statistics.median(rates) if rates else None,
+                of_ceiling=statistics.median(shares) if shares else None,
+            )
+        )
+    return rows
 
 
 def speed_rows(records: list[SpeedRecord]) -> list[SpeedRow]:

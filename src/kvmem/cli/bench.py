@@ -1,19 +1,31 @@
 """`kvmem bench`: quality and speed on the user's own machine and model."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Option
 
 from kvmem.bench import demo_model
+from kvmem.bench.agent import (
+    TASKS,
+    AgentRecord,
+    AgentSpec,
+    AgentSummary,
+    Task,
+    run_agent,
+    summarise_agent,
+)
+from kvmem.bench.client import run_remote
+from kvmem.bench.plots import plot_agent, plot_speed
 from kvmem.bench.quality import POLICIES
 from kvmem.bench.recall import RecallSpec, run_recall
 from kvmem.bench.record import environment, json_line, write_jsonl
-from kvmem.bench.report import gate_table, recall_table, speed_table
-from kvmem.bench.speed import SpeedSpec, run_speed
-from kvmem.bench.speed_summary import ratios, speed_rows
+from kvmem.bench.report import agent_table, gate_table, recall_table, request_table, speed_table
+from kvmem.bench.saved import load_runs
+from kvmem.bench.speed import RequestRecord, SpeedRecord, SpeedSpec, run_speed
+from kvmem.bench.speed_summary import ratios, request_rows, speed_rows
 from kvmem.bench.summary import gates, summarise
 from kvmem.cli.progress import progress, table_console
 from kvmem.config import KvType
@@ -28,6 +40,12 @@ Threads = Annotated[int, Option("-t", "--threads", help="Threads; 0 for all core
 Layers = Annotated[int, Option("-ngl", "--n-gpu-layers", help="Layers on the GPU; -1 for all.")]
 Out = Annotated[
     Path | None, Option("-o", "--out", help="Write raw records to this file as JSON lines.")
+]
+Batch = Annotated[int, Option("-b", "--batch-size", help="Tokens of a decode call.")]
+Ubatch = Annotated[int, Option("-ub", "--ubatch-size", help="Tokens of a graph.")]
+KvDtype = Annotated[KvType, Option("--kv-dtype", help="Type of K and V.")]
+Plots = Annotated[
+    Path | None, Option(help="Draw the run to this file, as .png and as .svg (needs matplotlib).")
 ]
 Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 
@@ -117,43 +135,186 @@ def speed(
         list[int] | None, Option(help="Tokens in the history; may be given several times.")
     ] = None,
     pool: Annotated[
-        int, Option("--pool-tokens", help="Cells of kvmem's pool; a quarter of it is reserve.")
+        int, Option("--pool-tokens", help="Cells of kvmem's pool, budget and reserve together.")
     ] = 1024,
+    reserve: Annotated[
+        int, Option("--kvmem-reserve", help="Reserve of the pool; 0 for a quarter of it.")
+    ] = 0,
+    window: Annotated[
+        int, Option("--window-tokens", help="Cells of the full window; 0 for those of the pool.")
+    ] = 0,
     block: Annotated[int, Option("--kvmem-block-tokens", help="Tokens of a block.")] = 32,
     prefill: Annotated[int, Option(help="Tokens read in one measurement.")] = 512,
     decode: Annotated[int, Option(help="Tokens written in one measurement.")] = 32,
     repeats: Annotated[int, Option(help="Measured rounds, after one that is thrown away.")] = 5,
-    kv_dtype: Annotated[KvType, Option("--kv-dtype", help="Type of K and V.")] = "q8_0",
+    batch: Batch = 512,
+    ubatch: Ubatch = 512,
+    kv_dtype: KvDtype = "q8_0",
     threads: Threads = 0,
     n_gpu_layers: Layers = 0,
     out: Out = None,
+    plots: Plots = None,
     as_json: Json = False,
 ) -> None:
-    """Measure prefill and decode behind a long history: kvmem, stock llama.cpp, a full window."""
+    """Measure prefill, decode and first tokens behind a long history: kvmem, stock, a window."""
     spec = SpeedSpec(
         model=_model(model),
         depths=tuple(depth or (7168,)),
         pool_tokens=pool,
+        reserve_tokens=reserve or None,
+        window_tokens=window or None,
         block_tokens=block,
         prefill_tokens=prefill,
         decode_tokens=decode,
         repeats=repeats,
+        batch_tokens=batch,
+        ubatch_tokens=ubatch,
         kv_type=kv_dtype,
         n_threads=threads or None,
         n_gpu_layers=n_gpu_layers,
     )
-    where = environment(spec.model, asdict(spec))
+    where = environment(spec.model, asdict(spec), "speed")
     with progress() as report:
         records = list(run_speed(spec, report=report))
-    rows, over = speed_rows(records), ratios(records)
     if out is not None:
         write_jsonl(out, [where, *records])
+    speeds = [r for r in records if isinstance(r, SpeedRecord)]
+    requests = [r for r in records if isinstance(r, RequestRecord)]
+    if plots is not None:
+        plot_speed(speeds, requests, plots)
     if as_json:
-        fields = {"rows": [asdict(r) for r in rows], "ratios": [asdict(r) for r in over]}
-        print(json_line({**where, **fields}))
+        print(json_line({**where, **_speed_fields(speeds, requests)}))
     else:
-        title = f"{spec.model.name}, pool of {pool} cells, medians of {repeats} rounds"
-        table_console().print(speed_table(rows, over, title))
+        _print_speed(
+            speeds,
+            requests,
+            f"{spec.model.name}, pool of {pool} cells, medians of {repeats} rounds",
+        )
+
+
+@bench.command()
+def agent(
+    model: Model = None,
+    url: Annotated[
+        str | None, Option(help="Measure the server at this address instead of a model.")
+    ] = None,
+    api_key: Annotated[str | None, Option(help="The server's key.")] = None,
+    task: Annotated[
+        list[str] | None, Option(metavar="NAME", help="tools or chat; left out: both.")
+    ] = None,
+    stock: Annotated[bool, Option("--stock", help="Play them with plain llama.cpp too.")] = False,
+    tokens: Annotated[int, Option(help="Length of the history at the end.")] = 6144,
+    rounds: Annotated[int, Option(help="Requests of a task.")] = 8,
+    reply: Annotated[int, Option(help="Tokens of a reply.")] = 32,
+    budget: Annotated[int, Option("--kvmem-budget", help="Tokens that are visible.")] = 768,
+    reserve: Annotated[int, Option("--kvmem-reserve", help="Cells kept for a reply.")] = 256,
+    block: Annotated[int, Option("--kvmem-block-tokens", help="Tokens of a block.")] = 32,
+    batch: Batch = 512,
+    ubatch: Ubatch = 512,
+    kv_dtype: KvDtype = "q8_0",
+    threads: Threads = 0,
+    n_gpu_layers: Layers = 0,
+    out: Out = None,
+    plots: Plots = None,
+    as_json: Json = False,
+) -> None:
+    """Play an agent's requests: a long tool task, and a long text with questions."""
+    if wrong := set(task or ()) - set(TASKS):
+        raise ConfigError("task", min(wrong), f"one of {', '.join(TASKS)}")
+    if url is not None and (model is not None or stock):
+        raise ConfigError("url", url, "given without --model and --stock: the server has its own")
+    wanted: list[Task] = [name for name in TASKS if not task or name in task]
+    path = None if url is not None else _model(model)
+    base = AgentSpec(
+        model=path,
+        system="server" if path is None else "kvmem",
+        n_tokens=tokens,
+        rounds=rounds,
+        reply_tokens=reply,
+        budget_tokens=budget,
+        reserve_tokens=reserve,
+        block_tokens=block,
+        batch_tokens=batch,
+        ubatch_tokens=ubatch,
+        kv_type=kv_dtype,
+        n_threads=threads or None,
+        n_gpu_layers=n_gpu_layers,
+    )
+    where = environment(path, {**asdict(base), "url": url}, "agent")
+    records: list[AgentRecord] = []
+    with progress() as report:
+        for name in wanted:
+            spec = replace(base, task=name)
+            if url is not None:
+                records += run_remote(spec, url, api_key=api_key, report=report)
+                continue
+            records += run_agent(spec, report=report)
+            if stock:
+                records += run_agent(replace(spec, system="stock"), report=report)
+    if out is not None:
+        write_jsonl(out, [where, *records])
+    if plots is not None:
+        plot_agent(records, plots)
+    if as_json:
+        print(json_line({**where, "rows": [_agent_fields(r) for r in summarise_agent(records)]}))
+    else:
+        title = (
+            f"{url or (path and path.name)}, {tokens} tokens in {rounds} rounds; rates in tokens/s"
+        )
+        table_console().print(agent_table(summarise_agent(records), title))
+
+
+@bench.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder with files that --out has written.")],
+    plots: Annotated[bool, Option("--plots", help="Draw each run beside its file.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Summarise saved runs of speed and agent."""
+    console = table_console()
+    for run in load_runs(folder):
+        where = run.environment
+        machine = ", ".join(
+            str(item)
+            for item in (where.get("model"), *(where.get("gpus") or [where.get("cpu")]))
+            if item
+        )
+        speeds, requests, agents = list(run.speeds), list(run.requests), list(run.agents)
+        if plots and speeds:
+            plot_speed(speeds, requests, run.path.with_suffix(""))
+        if plots and agents:
+            plot_agent(agents, run.path.with_suffix(""))
+        if as_json:
+            fields = {"file": run.path.name, **where, **_speed_fields(speeds, requests)}
+            rows = [_agent_fields(r) for r in summarise_agent(agents)]
+            print(json_line({**fields, "agent": rows, "other_records": run.n_others}))
+            continue
+        title = f"{run.path.name}: {machine}, commit {where.get('commit')}"
+        if speeds:
+            _print_speed(speeds, requests, title)
+        if agents:
+            console.print(agent_table(summarise_agent(agents), title))
+        if not speeds and not agents:
+            console.print(f"{title}: {run.n_others} records of another kind")
+
+
+def _speed_fields(speeds: list[SpeedRecord], requests: list[RequestRecord]) -> dict[str, Any]:
+    return {
+        "rows": [asdict(row) for row in speed_rows(speeds)],
+        "ratios": [asdict(row) for row in ratios(speeds)],
+        "requests": [asdict(row) for row in request_rows(requests)],
+    }
+
+
+def _agent_fields(summary: AgentSummary) -> dict[str, Any]:
+    return {**asdict(summary), "overall_over_initial": summary.overall_over_initial}
+
+
+def _print_speed(speeds: list[SpeedRecord], requests: list[RequestRecord], title: str) -> None:
+    console = table_console()
+    console.print(speed_table(speed_rows(speeds), ratios(speeds), title))
+    if requests:
+        console.print(request_table(request_rows(requests)))
 
 
 def _model(path: Path | None) -> Path:

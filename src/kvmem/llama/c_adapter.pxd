@@ -83,6 +83,7 @@ cdef extern from "kvmem.h" nogil:
     int kvmem_rows_move(kvmem_memory *memory, int source, int target)
     const char *kvmem_transfer_name(const kvmem_memory *memory)
     int kvmem_transfer_use(kvmem_memory *memory, const char *name)
+    int kvmem_transfer_ceiling(kvmem_memory *memory, double *to_device, double *to_host)
     void kvmem_transfer_fail(kvmem_memory *memory, uint32_t n, int loses_device)
     unsigned char *kvmem_host_alloc(kvmem_memory *memory, size_t n_bytes)
     void kvmem_host_free(kvmem_memory *memory, unsigned char *data)

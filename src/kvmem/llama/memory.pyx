@@ -166,6 +166,15 @@ cdef class LlamaPort(DevicePort):
         """Copy rows this way from now on. Raises TransferError if it is not possible."""
         _check(a.kvmem_transfer_use(self.context.memory(), name.encode()))
 
+    def copy_ceiling(self):
+        """Bytes per second of a large plain copy (to the device, to the host): what no transfer
+        can exceed on this machine. It takes a tenth of a second.
+        """
+        cdef double to_device = 0
+        cdef double to_host = 0
+        _check(a.kvmem_transfer_ceiling(self.context.memory(), &to_device, &to_host))
+        return to_device, to_host
+
     def fail(self, int n, *, bint loses_device=False):
         """For tests: let the n-th block copy from now on raise TransferError; 0 disarms.
 

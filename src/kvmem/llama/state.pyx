@@ -13,8 +13,7 @@ cdef int SEQ = 0
 
 def state_bytes(Context context not None):
     """Bytes that save_state writes now."""
-    cdef a.kvmem_memory *memory = context.memory()
-    if not a.kvmem_is_hybrid(memory):
+    if not context.model.is_hybrid:
         raise StateError("the model keeps no recurrent state")
     return c.llama_state_seq_get_size_ext(context.get(), SEQ, c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
 
@@ -27,7 +26,7 @@ def save_state(Context context not None, unsigned char[::1] out not None):
     cdef c.llama_context *ctx = context.get()
     cdef size_t n_bytes = out.shape[0]
     cdef size_t written
-    if not a.kvmem_recurrent_valid(context.memory()):
+    if not is_state_valid(context):
         raise StateError("the recurrent state is not usable: restore one, or read again")
     with nogil:
         written = c.llama_state_seq_get_data_ext(
@@ -41,7 +40,6 @@ def save_state(Context context not None, unsigned char[::1] out not None):
 def restore_state(Context context not None, const unsigned char[::1] state not None):
     """Put a saved state back. After a StateError the state is not usable."""
     cdef c.llama_context *ctx = context.get()
-    cdef a.kvmem_memory *memory = context.memory()
     cdef size_t n_bytes = state.shape[0]
     cdef size_t taken
     with nogil:
@@ -50,9 +48,13 @@ def restore_state(Context context not None, const unsigned char[::1] state not N
     if taken != n_bytes:
         errors = log.drain()
         raise StateError("; ".join(["the recurrent state could not be restored", *errors]))
-    a.kvmem_recurrent_restored(memory)
+    if context._memory != NULL:
+        a.kvmem_recurrent_restored(context._memory)
 
 
 def is_state_valid(Context context not None):
-    """False after a failed decode: the state has seen tokens that the history does not hold."""
-    return a.kvmem_recurrent_valid(context.memory()) != 0
+    """False after a failed decode: the state has seen tokens that the history does not hold.
+
+    A stock context does not tell.
+    """
+    return context._memory == NULL or a.kvmem_recurrent_valid(context._memory) != 0

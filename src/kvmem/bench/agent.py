@@ -1,0 +1,255 @@
+"""`kvmem bench agent`: what an agent does to a server, round by round.
+
+    tools   one question, then rounds of tool results below it until the history is n_tokens long
+    chat    a long text with a question, then further messages, each with a question of its own
+
+The same rounds run in this process, with kvmem or with plain llama.cpp, or against a server that
+speaks OpenAI's chat completions (`kvmem.bench.client`).
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+from kvmem.bench.record import gpu_used_bytes
+from kvmem.bench.speed import make_text
+from kvmem.config import EngineConfig, KvType, MemoryConfig, ModelConfig
+from kvmem.engine.engine import Engine
+from kvmem.engine.events import Done, PromptProgress, TokenEvent
+from kvmem.engine.prompt import Prompt, Span
+from kvmem.engine.sampling import GenerateParams, SamplingParams
+from kvmem.engine.stats import RequestStats
+from kvmem.errors import ConfigError
+
+__all__ = [
+    "TASKS",
+    "AgentRecord",
+    "AgentSpec",
+    "AgentSummary",
+    "AgentSystem",
+    "Task",
+    "run_agent",
+    "summarise_agent",
+]
+
+Task = Literal["tools", "chat"]
+AgentSystem = Literal["kvmem", "stock", "server"]
+Report = Callable[[str, int, int], None]
+
+TASKS: Final[tuple[Task, ...]] = get_args(Task)
+QUESTION_TOKENS: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSpec:
+    """What is played.
+
+    model: None against a server. n_tokens: length of the history at the end, replies included.
+    """
+
+    model: Path | None
+    task: Task = "tools"
+    system: AgentSystem = "kvmem"
+    n_tokens: int = 6144
+    rounds: int = 8
+    reply_tokens: int = 32
+    budget_tokens: int = 768
+    reserve_tokens: int = 256
+    block_tokens: int = 32
+    batch_tokens: int = 512
+    ubatch_tokens: int = 512
+    kv_type: KvType = "q8_0"
+    n_threads: int | None = None
+    n_gpu_layers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rounds < 2:
+            raise ConfigError("rounds", self.rounds, "at least 2")
+        if self.reply_tokens < 2:
+            raise ConfigError("reply_tokens", self.reply_tokens, "at least 2")
+        least = self.rounds * (QUESTION_TOKENS + self.reply_tokens)
+        if self.n_tokens < 2 * least:
+            raise ConfigError("n_tokens", self.n_tokens, f"at least {2 * least} for these rounds")
+
+    def new_tokens(self, turn: int) -> int:
+        """Tokens that a round adds in front of its reply: in `chat` half of all in the first."""
+        given = self.n_tokens - self.rounds * self.reply_tokens
+        if self.task == "tools":
+            return given // self.rounds
+        return given // 2 if turn == 0 else given // 2 // (self.rounds - 1)
+
+    @property
+    def engine(self) -> EngineConfig:
+        assert self.model is not None
+        tiered = self.system == "kvmem"
+        return EngineConfig(
+            model=ModelConfig(
+                path=self.model, n_gpu_layers=self.n_gpu_layers, n_threads=self.n_threads
+            ),
+            memory=MemoryConfig(
+                enabled=tiered,
+                workspace_tokens=self.n_tokens + 1,
+                budget_tokens=self.budget_tokens if tiered else None,
+                reserve_tokens=self.reserve_tokens if tiered else None,
+                block_tokens=self.block_tokens,
+                batch_tokens=self.batch_tokens,
+                ubatch_tokens=self.ubatch_tokens,
+                type_k=self.kv_type,
+                type_v=self.kv_type,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRecord:
+    """One round. prompt_s: to the first token; decode_s: from there to the end.
+
+    Bytes are those at the end of the round, None where a server does not tell; gpu_bytes: what was
+    taken on all GPUs since before the model was loaded.
+    """
+
+    task: Task
+    system: AgentSystem
+    round: int
+    prompt_tokens: int
+    cached_tokens: int
+    replayed_tokens: int | None
+    reply_tokens: int
+    prompt_s: float
+    decode_s: float
+    decision: str
+    move_s: float | None
+    bytes_in: int | None
+    drafted_tokens: int | None
+    accepted_tokens: int | None
+    device_bytes: int | None
+    host_bytes: int | None
+    rss_bytes: int | None
+    gpu_bytes: int | None
+
+    @property
+    def read_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSummary:
+    """Rates of a task. initial: the first round's, over an empty pool; overall: of all rounds.
+
+    replay_share: tokens read a second time, over all that were read. accepted_share: drafts that
+    became reply tokens, over all drafts. None where it is not told.
+    """
+
+    task: Task
+    system: AgentSystem
+    rounds: int
+    n_tokens: int
+    initial_per_s: float
+    overall_per_s: float
+    decode_per_s: float
+    decode_last_per_s: float
+    replay_share: float | None
+    accepted_share: float | None
+    peak_rss_bytes: int | None
+    peak_gpu_bytes: int | None
+
+    @property
+    def overall_over_initial(self) -> float:
+        return self.overall_per_s / self.initial_per_s
+
+
+def run_agent(
+    spec: AgentSpec, *, report: Report = lambda what, done, total: None
+) -> Iterator[AgentRecord]:
+    """Play the task in this process."""
+    before = gpu_used_bytes()
+    with Engine(spec.engine) as engine:
+        session = engine.session()
+        text = make_text(engine, spec.n_tokens).tolist()
+        history: list[int] = []
+        question = Span(0, 0)
+        params = GenerateParams(
+            sampling=SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=spec.reply_tokens
+        )
+        for turn in range(spec.rounds):
+            start = len(history)
+            history += text[start : start + spec.new_tokens(turn)]
+            if turn == 0 or spec.task == "chat":
+                question = Span(len(history) - QUESTION_TOKENS, len(history))
+            stats = None
+            for event in session.generate(
+                Prompt(tokens=tuple(history), query_span=question), params
+            ):
+                if isinstance(event, PromptProgress):
+                    report("history", event.n_done, spec.n_tokens)
+                elif isinstance(event, TokenEvent):
+                    history.append(event.token)
+                elif isinstance(event, Done):
+                    stats = event.stats
+            assert stats is not None
+            yield _record(spec, turn, stats, gpu_used_bytes() - before)
+        report("history", spec.n_tokens, spec.n_tokens)
+
+
+def _record(spec: AgentSpec, turn: int, stats: RequestStats, gpu_bytes: int) -> AgentRecord:
+    memory = stats.memory
+    return AgentRecord(
+        task=spec.task,
+        system=spec.system,
+        round=turn,
+        prompt_tokens=stats.prompt_tokens,
+        cached_tokens=stats.cached_tokens,
+        replayed_tokens=memory.replayed_tokens,
+        reply_tokens=stats.completion_tokens,
+        prompt_s=stats.prompt_s,
+        decode_s=stats.decode_s,
+        decision=memory.decision,
+        move_s=memory.times.move_s,
+        bytes_in=memory.bytes_in,
+        drafted_tokens=None,
+        accepted_tokens=None,
+        device_bytes=memory.device_bytes,
+        host_bytes=memory.host_bytes,
+        rss_bytes=_rss_bytes(),
+        gpu_bytes=gpu_bytes,
+    )
+
+
+def _rss_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("/proc/self/status has no VmRSS")
+
+
+def summarise_agent(records: Sequence[AgentRecord]) -> list[AgentSummary]:
+    """One summary for each task and system, in the order of the records."""
+    keys = dict.fromkeys((r.task, r.system) for r in records)
+    return [_summary([r for r in records if (r.task, r.system) == key]) for key in keys]
+
+
+def _summary(records: Sequence[AgentRecord]) -> AgentSummary:
+    first, last = records[0], records[-1]
+    n_read = sum(r.read_tokens for r in records)
+    replayed = [r.replayed_tokens for r in records if r.replayed_tokens is not None]
+    drafted = sum(r.drafted_tokens or 0 for r in records)
+    accepted = sum(r.accepted_tokens or 0 for r in records)
+    rates = [(r.reply_tokens - 1) / r.decode_s for r in records]
+    rss = [r.rss_bytes for r in records if r.rss_bytes is not None]
+    gpu = [r.gpu_bytes for r in records if r.gpu_bytes is not None]
+    return AgentSummary(
+        task=first.task,
+        system=first.system,
+        rounds=len(records),
+        n_tokens=last.prompt_tokens + last.reply_tokens,
+        initial_per_s=first.read_tokens / first.prompt_s,
+        overall_per_s=n_read / sum(r.prompt_s for r in records),
+        decode_per_s=statistics.median(rates),
+        decode_last_per_s=rates[-1],
+        replay_share=sum(replayed) / (n_read + sum(replayed)) if replayed else None,
+        accepted_share=accepted / drafted if drafted else None,
+        peak_rss_bytes=max(rss, default=None),
+        peak_gpu_bytes=max(gpu, default=None),
+    )

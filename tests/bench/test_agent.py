@@ -1,0 +1,197 @@
+"""The agent's tasks: in this process, against a server, and what is made of the records."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from kvmem.bench.agent import AgentRecord, AgentSpec, run_agent, summarise_agent
+from kvmem.bench.client import run_remote
+from kvmem.bench.record import environment, write_jsonl
+from kvmem.bench.saved import load_runs
+from kvmem.cli.app import execute
+from kvmem.errors import ConfigError, EngineError
+
+SMALL = {"n_tokens": 2048, "rounds": 4, "reply_tokens": 8, "budget_tokens": 256, "n_threads": 1}
+
+
+@pytest.mark.parametrize("system", ["kvmem", "stock"])
+def test_a_tool_task_only_grows(system: str, tiny_llama: Path) -> None:
+    spec = AgentSpec(model=tiny_llama, system=system, **SMALL)  # type: ignore[arg-type]
+    records = list(run_agent(spec))
+    new = spec.new_tokens(1)
+    assert [r.prompt_tokens for r in records] == [new + i * (new + 8) for i in range(4)]
+    assert records[-1].prompt_tokens + 8 <= 2048
+    for before, after in pairwise(records):
+        # the last token of a reply was sampled, and never decoded
+        assert after.cached_tokens == before.prompt_tokens + 7
+    assert all(r.prompt_s > 0 and r.decode_s > 0 and r.reply_tokens == 8 for r in records)
+    assert all((r.rss_bytes or 0) > 0 for r in records)
+    decisions = {r.decision for r in records[1:]}
+    assert decisions == {"off"} if system == "stock" else "cached_query" in decisions
+
+
+def test_a_chat_asks_anew_each_round(tiny_llama: Path) -> None:
+    spec = AgentSpec(model=tiny_llama, task="chat", **SMALL)  # type: ignore[arg-type]
+    records = list(run_agent(spec))
+    assert records[0].prompt_tokens == (2048 - 32) // 2
+    assert "cached_query" not in {r.decision for r in records}
+    (summary,) = summarise_agent(records)
+    assert summary.replay_share is not None
+    assert 0 < summary.replay_share < 0.5
+
+
+def record(turn: int, **fields: Any) -> AgentRecord:
+    values: dict[str, Any] = {
+        "task": "tools", "system": "kvmem", "round": turn, "prompt_tokens": 100 * (turn + 1),
+        "cached_tokens": 100 * turn, "replayed_tokens": 25, "reply_tokens": 11, "prompt_s": 1.0,
+        "decode_s": 2.0, "decision": "cached_query", "move_s": 0.1, "bytes_in": 10,
+        "drafted_tokens": None, "accepted_tokens": None, "device_bytes": 1, "host_bytes": 2,
+        "rss_bytes": 3 + turn, "gpu_bytes": 9 - turn,
+    }  # fmt: skip
+    return AgentRecord(**{**values, **fields})
+
+
+def test_rates_and_shares_by_hand() -> None:
+    records = [record(0), record(1, prompt_s=3.0, decode_s=5.0), record(2, decode_s=1.0)]
+    (summary,) = summarise_agent(records)
+    assert (summary.initial_per_s, summary.overall_per_s) == (100.0, 300 / 5)
+    assert summary.overall_over_initial == pytest.approx(0.6)
+    assert (summary.decode_per_s, summary.decode_last_per_s) == (5.0, 10.0)
+    assert summary.replay_share == 75 / 375
+    assert (summary.peak_rss_bytes, summary.peak_gpu_bytes) == (5, 9)
+    assert (summary.n_tokens, summary.rounds, summary.accepted_share) == (311, 3, None)
+    drafted = [record(0, drafted_tokens=8, accepted_tokens=6)]
+    assert summarise_agent(drafted)[0].accepted_share == 0.75
+
+
+@pytest.mark.parametrize(
+    ("fields", "setting"),
+    [({"rounds": 1}, "rounds"), ({"reply_tokens": 1}, "reply_tokens"), ({"n_tokens": 99}, "n_tok")],
+)
+def test_wrong_settings_are_named(fields: dict[str, int], setting: str) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        AgentSpec(model=None, **{**SMALL, **fields})  # type: ignore[arg-type]
+
+
+class Server(ThreadingHTTPServer):
+    """Streams three words, and counts a token for every four characters."""
+
+    requests: list[dict[str, Any]]
+    status = 200
+    tells_usage = True
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append(body)
+        self.send_response(self.server.status)
+        self.end_headers()
+        n_prompt = sum(len(message["content"]) for message in body["messages"]) // 4
+        usage = {"prompt_tokens": n_prompt, "completion_tokens": 3}
+        events: list[dict[str, Any]] = [{"choices": [{"delta": {"role": "assistant"}}]}]
+        events += [{"choices": [{"delta": {"content": word}}]} for word in ("it ", "is ", "so")]
+        events += [{"choices": [], "usage": usage}] if self.server.tells_usage else []
+        for event in events:
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server(("127.0.0.1", 0), Handler)
+    made.requests = []
+    thread = Thread(target=made.serve_forever)
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def address(server: Server) -> str:
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def test_a_server_is_given_the_same_rounds(server: Server) -> None:
+    spec = AgentSpec(model=None, system="server", **SMALL)  # type: ignore[arg-type]
+    records = list(run_remote(spec, address(server)))
+    assert [r.round for r in records] == [0, 1, 2, 3]
+    assert records[-1].prompt_tokens == pytest.approx(2048, rel=0.1)
+    assert all(r.prompt_s > 0 and r.decode_s >= 0 and r.reply_tokens == 3 for r in records)
+    roles = [message["role"] for message in server.requests[-1]["messages"]]
+    assert roles == ["system", "user"] + ["assistant", "tool"] * 3
+    said = server.requests[-1]["messages"][2]
+    assert (said["content"], said["tool_calls"][0]["id"]) == ("it is so", "call0")
+    assert server.requests[-1]["messages"][3]["tool_call_id"] == "call0"
+    assert server.requests[-1]["messages"][:2] == server.requests[0]["messages"]
+
+    chat = replace(spec, task="chat")
+    list(run_remote(chat, address(server)))
+    roles = [message["role"] for message in server.requests[-1]["messages"]]
+    assert roles == ["system", "user"] + ["assistant", "user"] * 3
+
+
+def test_a_server_that_refuses_or_tells_nothing_is_an_error(server: Server) -> None:
+    spec = AgentSpec(model=None, system="server", **SMALL)  # type: ignore[arg-type]
+    server.tells_usage = False
+    with pytest.raises(EngineError, match="told no usage"):
+        list(run_remote(spec, address(server)))
+    server.status = 503
+    with pytest.raises(EngineError, match="answered 503"):
+        list(run_remote(spec, address(server)))
+
+
+def test_from_the_command_line_to_a_report(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--tokens", "2048", "--rounds", "4", "--reply", "8", "--kvmem-budget", "256"]
+    target = tmp_path / "agent.jsonl"
+    command = ["bench", "agent", "-m", str(tiny_llama), "-t", "1", "--stock", "--task", "tools"]
+    assert execute([*command, *sizes, "-o", str(target)]) == 0
+    table = capsys.readouterr().out
+    assert "stock" in table
+    write_jsonl(tmp_path / "other.jsonl", [environment(tiny_llama, {}), {"what": "else"}])
+    runs = load_runs(tmp_path)
+    assert [(len(run.agents), run.n_others) for run in runs] == [(8, 0), (0, 1)]
+    assert runs[0].environment["bench"] == "agent"
+    assert execute(["bench", "report", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "agent.jsonl: llama.gguf" in said
+    assert "1 records of another kind" in said
+    assert execute(["bench", "report", str(tmp_path), "--json"]) == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert [row["system"] for row in first["agent"]] == ["kvmem", "stock"]
+
+
+def test_a_folder_without_runs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["bench", "report", str(tmp_path)]) == 2
+    (tmp_path / "a.jsonl").write_text("[]\n")
+    assert execute(["bench", "report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert "a folder with .jsonl files" in said[0]
+    assert "a.jsonl" in said[1]
+
+
+def test_runs_are_drawn_as_png_and_svg(tiny_llama: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    sizes = ["--depth", "1024", "--depth", "1536", "--pool-tokens", "256", "--prefill", "64"]
+    command = ["bench", "speed", "-m", str(tiny_llama), "-t", "1", "--repeats", "1", *sizes]
+    assert execute([*command, "-o", str(tmp_path / "speed.jsonl"), "--decode", "4"]) == 0
+    write_jsonl(tmp_path / "tools.jsonl", [environment(None, {}, "agent"), record(0), record(1)])
+    assert execute(["bench", "report", str(tmp_path), "--plots"]) == 0
+    for name in ("speed", "tools"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "</svg>" in (tmp_path / f"{name}.svg").read_text()
