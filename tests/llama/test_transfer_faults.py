@@ -56,9 +56,12 @@ class Story:
 
 
 @contextmanager
-def story(path: Path, pinned_bytes: int | None = None) -> Iterator[Story]:
+def story(
+    path: Path, pinned_bytes: int | None = None, n_gpu_layers: int | None = None
+) -> Iterator[Story]:
+    layers = devices.current().n_gpu_layers if n_gpu_layers is None else n_gpu_layers
     with (
-        Model(path, n_gpu_layers=devices.current().n_gpu_layers) as model,
+        Model(path, n_gpu_layers=layers) as model,
         Context(
             model, n_ctx=1024, n_cells=7 * BLOCK, block_tokens=BLOCK, n_batch=BLOCK,
             type_k="q8_0", type_v="q8_0",
@@ -143,3 +146,23 @@ def test_host_memory_is_pinned_beside_a_gpu_alone(tiny: Callable[..., Path]) -> 
         on_gpu = devices.current().name == "gpu"
         assert (pinned > 0, plain > 0) == (on_gpu, not on_gpu)
         assert told.port.transfer == ("cuda" if on_gpu else "generic")
+
+
+def test_layers_on_two_devices_go_each_by_its_own_way(tiny: Callable[..., Path]) -> None:
+    """Two of three count from the end, the output among them: the first layer is on the CPU."""
+    on_gpu = devices.current().name == "gpu"
+    with story(tiny("llama_64"), n_gpu_layers=2 if on_gpu else 0) as told:
+        assert told.port.transfer == ("cuda+generic" if on_gpu else "generic")
+        for wanted in ([0, 1, 2, 11], [3, 4, 5, 11], [2, 6, 10, 11]):
+            told.ws.apply(wanted)
+            told.check()
+        told.port.fail(2)
+        with pytest.raises(TransferError):
+            told.ws.apply([0, 1, 3, 11])
+        told.check()
+
+
+def test_the_plain_copy_has_a_rate(tiny: Callable[..., Path]) -> None:
+    with story(tiny("llama_64")) as told:
+        assert all(1e8 < rate < 1e13 for rate in told.port.copy_ceiling())
+        told.check()
