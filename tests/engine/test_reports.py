@@ -75,7 +75,6 @@ def test_new_text_wider_than_the_pool_is_read_in_pieces(
 
 GROWTH = """
 from pathlib import Path
-from concurrent.futures import ThreadPoolExecutor
 from engines import ask, make_config, random_tokens
 from kvmem.engine.engine import Engine
 
@@ -92,8 +91,7 @@ with Engine(make_config({path!r})) as engine:
         talks[at] += ask(session, talks[at] + random_tokens(9, seed=i), max_tokens=64).tokens
         return kib("VmRSS")
 
-    with ThreadPoolExecutor({n_threads}) as pool:
-        sizes = list(pool.map(turn, range({n_requests})))
+    sizes = [turn(i) for i in range({n_requests})]
     warm = len(sizes) // 3
     rest = sizes[warm:]
     print((rest[-1] - rest[0]) / len(rest), kib("VmHWM") - sizes[warm])
@@ -101,10 +99,9 @@ with Engine(make_config({path!r})) as engine:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_threads", [1, 16])
-def test_many_requests_leave_memory_flat(n_threads: int, tiny_llama: Path, root: Path) -> None:
-    """Memory: a process that grew with each turn, as buffers stayed in its threads' arenas."""
-    code = GROWTH.format(path=str(tiny_llama), n_threads=n_threads, n_requests=300)
+def test_many_requests_leave_memory_flat(tiny_llama: Path, root: Path) -> None:
+    """Memory: a process that grew with each turn. From 16 threads: tests/server/test_reports.py."""
+    code = GROWTH.format(path=str(tiny_llama), n_requests=300)
     env = {k: v for k, v in os.environ.items() if k != "MALLOC_ARENA_MAX"}
     env["PYTHONPATH"] = ":".join([str(root / "tests"), *sys.path])
     ran = subprocess.run(

@@ -1,5 +1,6 @@
 """Several callers, use after close, and what an engine leaves behind."""
 
+import asyncio
 import gc
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from kvmem.engine.engine import Engine
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams
 from kvmem.errors import ConfigError, ModelError, StateError
+from kvmem.llama.context import CancelToken
 
 LONG = random_tokens(700, seed=1)
 
@@ -55,6 +57,40 @@ def test_one_that_raises_does_not_stop_the_others(tiny_llama: Path) -> None:
     with Engine(make_config(tiny_llama)) as engine, ThreadPoolExecutor(8) as pool:
         session = engine.session()
         assert list(pool.map(run, range(24))) == [None if i % 3 == 0 else 8 for i in range(24)]
+
+
+def test_tasks_take_turns_and_a_cancelled_one_stops_nobody(tiny_llama: Path) -> None:
+    """The same prompts from asyncio tasks; every third is cancelled while it waits or writes."""
+    prompts = [random_tokens(20 + 17 * i, seed=i) for i in range(40)]
+    spans = [(len(prompt) - 10, len(prompt)) for prompt in prompts]
+    cancelled = set(range(0, 40, 3))
+    with Engine(make_config(tiny_llama)) as engine:
+        session = engine.session()
+        alone = []
+        for prompt, span in zip(prompts, spans, strict=True):
+            session.truncate(0)
+            alone.append(ask(session, prompt, span=span).tokens)
+
+        async def run(i: int) -> Reply:
+            cancel = CancelToken()
+            n_tokens = None if i in cancelled else 8
+            asked = asyncio.to_thread(
+                ask, session, prompts[i], span=spans[i], max_tokens=n_tokens, cancel=cancel
+            )
+            if i in cancelled:
+                asyncio.get_running_loop().call_later(0.02 * i, cancel.set)
+            return await asked
+
+        async def run_all() -> list[Reply]:
+            return await asyncio.wait_for(asyncio.gather(*map(run, range(40))), 60)
+
+        replies = asyncio.run(run_all())
+        for i, reply in enumerate(replies):
+            if i in cancelled:
+                assert reply.done.reason == "cancelled"
+            else:
+                assert reply.tokens == alone[i]
+        engine.memory.check()  # type: ignore[union-attr]
 
 
 def test_a_thread_that_would_wait_for_itself_is_told(tiny_llama: Path) -> None:
