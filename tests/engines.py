@@ -12,7 +12,7 @@ import devices
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
+from kvmem.config import DraftConfig, EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine import engine as engine_module
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Done, TokenEvent
@@ -42,11 +42,16 @@ SIZES: dict[str, Any] = {
 """A pool of ten blocks: prompts of a few hundred tokens are far beyond it."""
 
 
-def make_config(path: Path, **memory: object) -> EngineConfig:
-    """SIZES, changed by ``memory``. One thread: ggml's threads spin, and tests share the cores."""
+def make_config(path: Path, **memory: Any) -> EngineConfig:
+    """SIZES, changed by ``memory``. One thread: ggml's threads spin, and tests share the cores.
+
+    Among them may be n_drafts: proposals of a step at most; 0 for no drafts.
+    """
+    n_drafts = memory.pop("n_drafts", 0)
     return EngineConfig(
         model=ModelConfig(path=path, n_gpu_layers=devices.current().n_gpu_layers, n_threads=1),
         memory=MemoryConfig(**{**SIZES, **memory}),
+        draft=DraftConfig(spec_type="draft-mtp", n_max=n_drafts) if n_drafts else DraftConfig(),
     )
 
 
@@ -176,7 +181,7 @@ class Recorded:
 
 
 @contextmanager
-def record(path: Path, **memory: object) -> Iterator[Recorded]:
+def record(path: Path, **memory: Any) -> Iterator[Recorded]:
     """An engine whose decode calls are kept, those that failed left out."""
     with patch.object(engine_module, "Context", RecordingContext):
         engine = Engine(make_config(path, **memory))

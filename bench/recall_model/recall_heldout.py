@@ -23,7 +23,7 @@ import numpy as np
 
 from kvmem.chat.render import ChatRenderer
 from kvmem.chat.request import parse_chat_request
-from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
+from kvmem.config import DraftConfig, EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine import retrieve
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Done, TokenEvent
@@ -42,12 +42,16 @@ POLICIES = ("full", "fused", "heads", "lexical", "mass", "cosine", "recency", "s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How the questions are asked. divisor: the budget is this part of the history."""
+    """How the questions are asked.
+
+    divisor: the budget is this part of the history. n_drafts: proposals of a step at most.
+    """
 
     policy: str
     divisor: int = 4
     block_tokens: int = 16
     model: Path = MODEL
+    n_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,8 @@ class Answer:
     decision: str
     replayed_tokens: int
     bytes_in: int
+    drafted: int
+    accepted: int
 
     @property
     def is_right(self) -> bool:
@@ -100,6 +106,16 @@ class Outcome:
     def recalled(self) -> float:
         """Share of right answers to what was told."""
         return sum(answer.is_right for answer in self.told) / len(self.told)
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafted tokens that were said."""
+        drafted = sum(answer.drafted for answer in self.answers)
+        return sum(answer.accepted for answer in self.answers) / max(1, drafted)
+
+    @property
+    def said(self) -> list[str]:
+        return [answer.said for answer in self.answers]
 
     @property
     def gold_share(self) -> float:
@@ -169,7 +185,11 @@ def _ask_all(
         **memory,
     }
     config = EngineConfig(
-        model=ModelConfig(path=setting.model, n_threads=1), memory=MemoryConfig(**settings)
+        model=ModelConfig(path=setting.model, n_threads=1),
+        memory=MemoryConfig(**settings),
+        draft=DraftConfig(spec_type="draft-mtp", n_max=setting.n_drafts)
+        if setting.n_drafts
+        else DraftConfig(),
     )
     with Engine(config) as engine, ChatTemplate(engine.model) as template:
         renderer = ChatRenderer(template, engine.vocab)
@@ -201,6 +221,8 @@ def _ask_all(
                 decision=report.decision,
                 replayed_tokens=report.replayed_tokens,
                 bytes_in=report.bytes_in,
+                drafted=done.stats.draft_n,
+                accepted=done.stats.draft_n_accepted,
             )
         session.close()
 
@@ -221,12 +243,19 @@ def main() -> None:
     parser.add_argument("--questions", type=Path, default=HELDOUT, help="written by recall_tokens")
     parser.add_argument("--divisor", type=int, nargs="+", default=[4], help="4 for a quarter")
     parser.add_argument("--block", type=int, nargs="+", default=[16], help="tokens of a block")
+    parser.add_argument("--drafts", type=int, default=0, help="proposals of a step at most")
     parser.add_argument("--jobs", type=int, default=1, help="conversations at a time")
     parser.add_argument("--out", type=Path, help="write every answer here, as JSON lines")
     parser.add_argument("--wrong", action="store_true", help="print wrong answers")
     options = parser.parse_args()
     settings = [
-        Setting(policy=policy, divisor=divisor, block_tokens=block, model=options.model)
+        Setting(
+            policy=policy,
+            divisor=divisor,
+            block_tokens=block,
+            model=options.model,
+            n_drafts=options.drafts,
+        )
         for policy in options.policy
         for divisor in (options.divisor if policy != "full" else options.divisor[:1])
         for block in (options.block if policy != "full" else options.block[:1])

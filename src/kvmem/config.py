@@ -14,6 +14,7 @@ from typing import Literal, get_args
 from kvmem.errors import ConfigError
 
 __all__ = [
+    "DraftConfig",
     "EngineConfig",
     "FlashAttention",
     "KvType",
@@ -25,6 +26,7 @@ __all__ = [
     "QueryReplay",
     "Scorer",
     "ServerConfig",
+    "SpecType",
 ]
 
 KvType = Literal["f32", "f16", "q8_0", "q5_0", "q4_0"]
@@ -33,7 +35,9 @@ Scorer = Literal["fused", "heads", "lexical", "mass", "cosine", "recency"]
 QueryReplay = Literal["auto", "legacy"]
 QueryPolicy = Literal["user", "legacy"]
 FlashAttention = Literal["auto", "on", "off"]
+SpecType = Literal["none", "draft-mtp"]
 
+MAX_DRAFTS = 5
 MAX_AUTO_RESERVE_TOKENS = 16_384
 DEFAULT_RECENT_TOKENS = 128
 SHARED_POOL_FRACTION = 0.5  # pool and host store live in the same RAM: half each
@@ -86,11 +90,15 @@ class MemoryFacts:
     """What `MemoryConfig.resolve` must know of the model and the machine.
 
     trained_tokens: the context length that the model was trained for.
-    kv_bytes_per_token: K and V rows of one token over all attention layers, in the chosen types.
+    kv_bytes_per_token: K and V rows of one token over all attention layers, in the chosen types,
+        those of the draft head included.
     host_bytes_per_token: the same and its summaries, in the host store.
-    free_device_bytes: what is free where the pool will live, weights already taken off.
+    free_device_bytes: what is free where the pool will live, weights and recurrent states already
+        taken off.
     device_bytes, host_bytes: all memory of the device and of the machine.
     shared: the pool lives in host memory too (CPU back end).
+    state_bytes: one recurrent state; 0 for a model without.
+    draft_bytes_per_token: the draft head's part of kv_bytes_per_token.
     """
 
     trained_tokens: int
@@ -101,6 +109,8 @@ class MemoryFacts:
     free_host_bytes: int
     host_bytes: int
     shared: bool
+    state_bytes: int = 0
+    draft_bytes_per_token: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,11 +405,51 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """Speculative decoding.
+
+    spec_type: "draft-mtp" lets the model's own MTP block propose tokens.
+    n_max: most proposals of a step.
+    type_kv: of the block's K and V.
+    """
+
+    spec_type: SpecType = "none"
+    n_max: int = 3
+    type_kv: KvType = "f16"
+
+    def __post_init__(self) -> None:
+        _one_of("spec_type", self.spec_type, get_args(SpecType))
+        _one_of("spec_kv_dtype", self.type_kv, get_args(KvType))
+        if not 1 <= self.n_max <= MAX_DRAFTS:
+            raise ConfigError("spec_draft_n_max", self.n_max, f"from 1 to {MAX_DRAFTS}")
+
+    @property
+    def enabled(self) -> bool:
+        return self.spec_type != "none"
+
+    @property
+    def n_snapshots(self) -> int:
+        """Recurrent states beside the newest, one for each proposal that may be taken back."""
+        return self.n_max if self.enabled else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All that an Engine needs."""
 
     model: ModelConfig
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+
+    def __post_init__(self) -> None:
+        if not self.draft.enabled:
+            return
+        if not self.memory.enabled:
+            raise ConfigError("spec_type", self.draft.spec_type, "none with --no-kvmem")
+        if self.memory.ubatch <= self.draft.n_max:
+            raise ConfigError(
+                "ubatch_tokens", self.memory.ubatch, f"above spec_draft_n_max={self.draft.n_max}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

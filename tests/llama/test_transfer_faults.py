@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from engines import log_records, random_tokens
 
-from kvmem.engine.memory import text_positions
+from kvmem.engine.prompt import text_positions
 from kvmem.errors import TransferError
 from kvmem.kv.budget import HostBudget
 from kvmem.kv.working_set import WorkingSet

@@ -23,6 +23,11 @@ void kvmem_memory::flush_clears() {
     clears.clear();
 }
 
+bool kvmem_memory::publish(int32_t cell, const kvmem_cell_meta * meta, uint32_t n) {
+    flush_clears();
+    return cell_blocks->publish(cell, meta, n) && (!follower || follower->publish(cell, meta, n));
+}
+
 static int fail_lost(const kvmem_memory * memory) {
     return fail(
             KVMEM_ERR_DEVICE, "the device was lost (" + memory->lost + "); close the engine and load the model anew");
@@ -50,16 +55,16 @@ int kvmem_cells_publish(kvmem_memory * memory, int32_t cell, const kvmem_cell_me
     if (!in_range(memory, cell, n)) {
         return fail(KVMEM_ERR_ARGUMENT, "cells to publish lie outside the cache");
     }
-    memory->flush_clears();
-    return memory->cell_blocks->publish(cell, meta, n) ? (int) KVMEM_OK
-                                                       : fail(KVMEM_ERR_STATE, "a cell to publish is in use");
+    return memory->publish(cell, meta, n) ? (int) KVMEM_OK : fail(KVMEM_ERR_STATE, "a cell to publish is in use");
 }
 
 int kvmem_cells_clear(kvmem_memory * memory, int32_t cell, uint32_t n) {
     if (!in_range(memory, cell, n)) {
         return fail(KVMEM_ERR_ARGUMENT, "cells to clear lie outside the cache");
     }
-    memory->clears.push_back({ cell, n });
+    for (; memory; memory = memory->follower) {
+        memory->clears.push_back({ cell, n });
+    }
     return KVMEM_OK;
 }
 
@@ -78,6 +83,25 @@ int kvmem_cells_read(const kvmem_memory * memory, int32_t cell, int32_t * pos, u
 uint32_t kvmem_cells_used(const kvmem_memory * memory) {
     const_cast<kvmem_memory *>(memory)->flush_clears();
     return memory->cells().get_used();
+}
+
+int kvmem_follower_agrees(const kvmem_memory * memory) {
+    const kvmem_memory * follower = memory->follower;
+    if (!follower) {
+        return 1;
+    }
+    const_cast<kvmem_memory *>(memory)->flush_clears();
+    const_cast<kvmem_memory *>(follower)->flush_clears();
+    for (uint32_t i = 0; i < memory->attn->get_size(); ++i) {
+        const bool is_empty = memory->cells().is_empty(i);
+        if (follower->cells().is_empty(i) != is_empty) {
+            return 0;
+        }
+        if (!is_empty && follower->cells().pos_get(i) != memory->cells().pos_get(i)) {
+            return 0;
+        }
+    }
+    return 1;
 }
 
 size_t kvmem_payload_bytes(const kvmem_memory * memory) {
@@ -129,6 +153,9 @@ static int transfer(kvmem_memory * memory, const int32_t * slots, uint32_t n_slo
     if (!memory->lost.empty()) {
         return fail_lost(memory);
     }
+    if (!memory->transfer || memory->follower_gone) {
+        return fail(KVMEM_ERR_STATE, "rows are copied by the leader, while both contexts are open");
+    }
     for (uint32_t i = 0; i < n_slots; ++i) {
         if (!in_range(memory, slots[i] * block_tokens, block_tokens)) {
             return fail(KVMEM_ERR_ARGUMENT, "a slot lies outside the cache");
@@ -136,7 +163,9 @@ static int transfer(kvmem_memory * memory, const int32_t * slots, uint32_t n_slo
     }
     std::string error;
     try {
-        llama_synchronize(memory->ctx);
+        for (auto * part = memory; part; part = part->follower) {
+            llama_synchronize(part->ctx);
+        }
         if (memory->fail_at == 0 || memory->fail_at > n) {
             memory->fail_at -= std::min(memory->fail_at, n);
             copy(*memory->transfer, n);
@@ -182,9 +211,8 @@ int kvmem_blocks_in(kvmem_memory * memory, const int32_t * slots, const uint8_t 
     return transfer(memory, slots, n, n, [&](kvmem_transfer & way, uint32_t n_blocks) {
         way.set(slots, payloads, n_blocks);
         // while the copies run; nobody decodes before the last of them is there
-        memory->flush_clears();
         for (uint32_t i = 0; i < n_blocks; ++i) {
-            if (!memory->cell_blocks->publish(slots[i] * block_tokens, meta[i], block_tokens)) {
+            if (!memory->publish(slots[i] * block_tokens, meta[i], block_tokens)) {
                 throw std::runtime_error("a cell to publish is in use");
             }
         }

@@ -170,7 +170,7 @@ static void copy_floats(const void * src, float * dst, int64_t n) {
     memcpy(dst, src, n * sizeof(float));
 }
 
-void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
+void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens, uint32_t n_outputs) {
     ctx          = lctx;
     block_tokens = n_block_tokens;
 
@@ -195,9 +195,8 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
         layers.push_back(std::move(layer));
     }
 
-    // the worst case, as the context reserved it: a smaller graph here would be followed by a larger one at run time
     const uint32_t n_tokens = std::min(llama_n_ctx(ctx), llama_n_ubatch(ctx));
-    ggml_cgraph *  graph    = llama_graph_reserve(ctx, n_tokens, 1, n_tokens);
+    ggml_cgraph *  graph    = llama_graph_reserve(ctx, n_tokens, 1, std::min(n_tokens, n_outputs));
     if (!graph) {
         throw std::runtime_error("llama.cpp could not reserve the compute graph");
     }
@@ -242,14 +241,24 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens) {
     transfer    = kvmem_transfer_make(all, attn->get_size() / block_tokens, *slabs);
 }
 
+void kvmem_memory::lead(kvmem_memory * memory) {
+    follower         = memory;
+    memory->leader   = this;
+    memory->transfer = nullptr; // rows are copied by the leader alone
+    cell_bytes += memory->cell_bytes;
+    transfer = kvmem_transfer_make(pieces(), attn->get_size() / block_tokens, *slabs);
+}
+
 std::vector<kvmem_piece> kvmem_memory::pieces() const {
     std::vector<kvmem_piece> res;
     size_t                   offset = 0;
-    for (const auto & layer : layers) {
-        for (auto rows :
-                { std::make_pair(layer.k, layer.info.k_row_bytes), std::make_pair(layer.v, layer.info.v_row_bytes) }) {
-            res.push_back({ rows.first, block_tokens * rows.second, offset });
-            offset += block_tokens * rows.second;
+    for (const kvmem_memory * part = this; part; part = part->follower) {
+        for (const auto & layer : part->layers) {
+            for (auto rows : { std::make_pair(layer.k, layer.info.k_row_bytes),
+                         std::make_pair(layer.v, layer.info.v_row_bytes) }) {
+                res.push_back({ rows.first, block_tokens * rows.second, offset });
+                offset += block_tokens * rows.second;
+            }
         }
     }
     return res;

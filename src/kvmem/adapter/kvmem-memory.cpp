@@ -88,6 +88,19 @@ kvmem_memory::kvmem_memory(std::unique_ptr<llama_memory_i> owned) : inner(std::m
     };
 }
 
+kvmem_memory::~kvmem_memory() {
+    if (leader) {
+        leader->follower      = nullptr;
+        leader->follower_gone = true;
+    }
+    if (follower) {
+        follower->leader = nullptr;
+    }
+    if (batch) {
+        llama_batch_ext_free(batch);
+    }
+}
+
 llama_memory_context_ptr kvmem_memory::init_batch(llama_batch_allocr & balloc, uint32_t n_ubatch, bool embd_all) {
     flush_clears();
     return inner->init_batch(balloc, n_ubatch, embd_all);
@@ -117,9 +130,11 @@ bool kvmem_memory::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
     if (!recr) {
         return inner->seq_rm(seq_id, p0, p1);
     }
-    // the hybrid's own seq_rm leaves both halves untouched if the recurrent one cannot follow; a failed decode ignores
-    // that
-    if (recr->seq_rm(seq_id, p0, p1)) {
+    // llama.cpp asks for this after a failed decode, and ignores whether the recurrent half could follow. Its snapshots
+    // are no way back then: some layers have written theirs and others have not (kvmem_recurrent_rollback is for
+    // batches that are complete)
+    const bool is_whole = p0 <= 0 && p1 < 0;
+    if ((is_whole || recr->seq_pos_max(seq_id) < p0) && recr->seq_rm(seq_id, p0, p1)) {
         return attn->seq_rm(seq_id, p0, p1);
     }
     attn->seq_rm(seq_id, p0, p1);
@@ -246,6 +261,12 @@ factory_guard::factory_guard(factory_request * request) {
 
 int kvmem_context_init(llama_model * model, const llama_context_params * params, uint32_t n_cells,
         uint32_t block_tokens, llama_context ** ctx, kvmem_memory ** memory) {
+    // the worst case, as the context reserved it: a smaller graph would be followed by a larger one at run time
+    return kvmem_context_create(model, *params, n_cells, block_tokens, params->n_ubatch, ctx, memory);
+}
+
+int kvmem_context_create(llama_model * model, const llama_context_params & params, uint32_t n_cells,
+        uint32_t block_tokens, uint32_t n_outputs, llama_context ** ctx, kvmem_memory ** memory) {
     *ctx    = nullptr;
     *memory = nullptr;
     kvmem_set_error("");
@@ -258,14 +279,14 @@ int kvmem_context_init(llama_model * model, const llama_context_params * params,
     llama_context * created = nullptr;
     {
         factory_guard guard(&request);
-        created = llama_init_from_model(model, *params);
+        created = llama_init_from_model(model, params);
     }
     if (!created) {
         kvmem_set_error(request.error.empty() ? "llama.cpp could not create the context" : request.error);
         return request.error.empty() ? KVMEM_ERR_NO_MEMORY : request.status;
     }
     try {
-        request.created->bind(created, block_tokens);
+        request.created->bind(created, block_tokens, n_outputs);
     } catch (const std::exception & e) {
         llama_free(created);
         kvmem_set_error(e.what());
@@ -283,14 +304,30 @@ int kvmem_is_hybrid(const kvmem_memory * memory) {
 void kvmem_memory_bytes(const kvmem_memory * memory, size_t * attention, size_t * recurrent) {
     *attention = 0;
     *recurrent = 0;
-    for (const auto & entry : memory->attn->memory_breakdown()) {
-        *attention += entry.second;
+    for (const kvmem_memory * part = memory; part; part = part->follower) {
+        for (const auto & entry : part->attn->memory_breakdown()) {
+            *attention += entry.second;
+        }
     }
     if (memory->recr) {
         for (const auto & entry : memory->recr->memory_breakdown()) {
             *recurrent += entry.second;
         }
     }
+}
+
+int kvmem_recurrent_rollback(kvmem_memory * memory, uint32_t n_tokens) {
+    auto * recr = memory->recr;
+    if (n_tokens == 0) {
+        return KVMEM_OK;
+    }
+    if (recr && memory->recurrent_valid && n_tokens <= recr->n_rs_seq &&
+            recr->seq_rm(0, recr->seq_pos_max(0) + 1 - (llama_pos) n_tokens, -1)) {
+        return KVMEM_OK;
+    }
+    memory->recurrent_valid = false;
+    kvmem_set_error("the recurrent state has no snapshot that far back");
+    return KVMEM_ERR_STATE;
 }
 
 int kvmem_recurrent_valid(const kvmem_memory * memory) {

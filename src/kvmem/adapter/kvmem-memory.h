@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+struct llama_batch_ext;
+
 struct kvmem_layer_data {
     kvmem_layer        info = {};
     ggml_tensor *      k    = nullptr;
@@ -35,9 +37,13 @@ struct kvmem_tap {
 struct kvmem_memory : public llama_memory_i {
     explicit kvmem_memory(
             std::unique_ptr<llama_memory_i> inner); // throws std::runtime_error with the reason if it cannot be tiered
+    ~kvmem_memory() override;
 
-    // finds every layer's tensors and rotations in the graph
-    void bind(llama_context * ctx, uint32_t block_tokens);
+    // finds every layer's tensors and rotations in the graph, which is reserved for n_outputs rows of logits at most
+    void bind(llama_context * ctx, uint32_t block_tokens, uint32_t n_outputs);
+
+    // makes the rows of `memory` a part of every payload, and its cells those of this one
+    void lead(kvmem_memory * memory);
 
     // llama_memory_i
 
@@ -63,6 +69,7 @@ struct kvmem_memory : public llama_memory_i {
     void state_write(llama_io_write_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) const override;
     void state_read(llama_io_read_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) override;
 
+    // the follower's stand last
     std::vector<kvmem_piece> pieces() const;
 
     // index of the layer whose K the tensor is a view, a cast or a copy of; -1 for none
@@ -70,6 +77,9 @@ struct kvmem_memory : public llama_memory_i {
 
     // forgets the cells that are queued for it
     void flush_clears();
+
+    // here and in the follower; the caller has checked the range. False if a cell is in use
+    bool publish(int32_t cell, const kvmem_cell_meta * meta, uint32_t n);
 
     const llama_kv_cells & cells() const;
 
@@ -97,6 +107,15 @@ struct kvmem_memory : public llama_memory_i {
     size_t    cell_bytes   = 0; // K and V rows of one cell, all layers
     kvmem_tap tap;
     bool      recurrent_valid = true;
+
+    kvmem_memory *    follower      = nullptr; // the cache of the MTP head, owned by its own context
+    kvmem_memory *    leader        = nullptr; // in a follower
+    bool              follower_gone = false;   // it was freed first: its rows cannot be copied any more
+    llama_batch_ext * batch         = nullptr; // in a follower, owned
 };
+
+// kvmem_context_init for any kind of context; n_outputs: most rows of logits of a graph
+int kvmem_context_create(llama_model * model, const llama_context_params & params, uint32_t n_cells,
+        uint32_t block_tokens, uint32_t n_outputs, llama_context ** ctx, kvmem_memory ** memory);
 
 void kvmem_set_error(const std::string & text);

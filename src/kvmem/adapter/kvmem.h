@@ -137,6 +137,32 @@ KVMEM_API int kvmem_tap_begin(kvmem_memory * memory, const int32_t * layers, uin
 // Stop. Fails with KVMEM_ERR_STATE if a row of a layer was not seen.
 KVMEM_API int kvmem_tap_end(kvmem_memory * memory);
 
+// drafts: the MTP head as a second context, whose cache follows the leader's
+
+// From here on a payload ends with the follower's layers, cells are published and cleared in both, and each decode of
+// the leader keeps the hidden row of every token. To be called before anything is decoded; params as the leader's, save
+// for the types of K and V. Either context may be freed first; without the follower no rows can be copied.
+KVMEM_API int kvmem_draft_init(kvmem_memory * leader, struct llama_model * model,
+        const struct llama_context_params * params, struct llama_context ** ctx, kvmem_memory ** follower);
+// The follower's memory, or NULL
+KVMEM_API kvmem_memory * kvmem_follower(kvmem_memory * leader);
+// Whether both hold the same positions in the same cells
+KVMEM_API int kvmem_follower_agrees(const kvmem_memory * leader);
+// Hidden rows of the leader's last decode: f32 [n_tokens][n_embd], valid until the next; NULL if there are none
+KVMEM_API const float * kvmem_hidden_rows(const kvmem_memory * leader);
+// Decode n tokens in the follower, at these cells, each with the hidden row of the token before it: first_row is f32
+// [n_embd], rows, for those behind the first, f32 [n - 1][n_embd]. After an error none of them is in the follower.
+KVMEM_API int kvmem_draft_decode(kvmem_memory * follower, const int32_t * cells, const int32_t * tokens,
+        const int32_t * pos, const float * first_row, const float * rows, uint32_t n, int wants_result);
+// What the last of them is followed by, chosen greedily, and its own hidden row, which stands in for the leader's.
+KVMEM_API int kvmem_draft_result(kvmem_memory * follower, int32_t * token, float * row);
+// Forget these cells in the follower alone.
+KVMEM_API int kvmem_draft_forget(kvmem_memory * follower, const int32_t * cells, uint32_t n);
+
+// Take the last n tokens of a complete batch out of the recurrent state, once before the next decode; at most
+// params.n_rs_seq, and fewer than the batch had. Their cells are cleared by kvmem_cells_clear. After an error the state
+// is not usable.
+KVMEM_API int kvmem_recurrent_rollback(kvmem_memory * memory, uint32_t n_tokens);
 // A failed or aborted decode, or a removal that the recurrent state cannot follow, makes that state unusable until it
 // is restored.
 KVMEM_API int  kvmem_recurrent_valid(const kvmem_memory * memory);

@@ -10,8 +10,9 @@ from typer import Option
 
 from kvmem.bench.calibrate import Calibrated, CalibrationSpec, calibrate, store
 from kvmem.cli import logs, show
-from kvmem.cli.options import EngineOptions, takes
+from kvmem.cli.options import EngineOptions
 from kvmem.cli.progress import progress
+from kvmem.cli.takes import takes
 from kvmem.config import EngineConfig
 
 __all__ = ["calibrate_missing", "calibrate_model"]

@@ -34,6 +34,9 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "batch_tokens": "-b",
         "ubatch_tokens": "-ub",
         "flash_attn": "-fa",
+        "spec_type": "--spec-type",
+        "spec_draft_n_max": "--spec-draft-n-max",
+        "spec_kv_dtype": "--spec-kv-dtype",
         "api_keys": "--api-key",
         "n_predict": "-n",
         "temperature": "--temp",
@@ -51,6 +54,8 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "host_limit_bytes": "a smaller --kvmem-host-gb, or leave it out",
         "conversations_bytes": "a smaller --kvmem-conversations-gb, or leave it out",
         "type_v": "--kv-dtype, which sets both",
+        "spec_type": "--spec-type none",
+        "ubatch_tokens": "a larger -ub, or leave it out",
         "port": "another --port, or 0 for any that is free",
     }
 )
@@ -64,9 +69,8 @@ LATER: Mapping[str, str] = MappingProxyType(
             "reading images",
         ),
         **dict.fromkeys(
-            ("--spec-type", "--spec-draft-n-max", "--spec-draft-p-min", "--spec-kv-dtype",
-             "--kvmem-mtp-state"),
-            "drafting tokens",
+            ("--spec-draft-p-min", "--kvmem-mtp-state"),
+            "that way of drafting tokens",
         ),
         **dict.fromkeys(
             ("--kvmem-method", "--kvmem-query-last", "--kvmem-query-max-tokens",

@@ -1,15 +1,13 @@
 """The options that commands share, as dataclasses: one field, one flag, one variable.
 
 A flag wins over its variable (LLAMA_ARG_* where llama-server has the flag, KVMEM_* where it is
-ours). `takes` gives a command the options of some of these classes.
+ours). `cli.takes` gives a command the options of some of these classes.
 """
 
-import inspect
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -17,6 +15,7 @@ from kvmem.chat.fields import FieldError
 from kvmem.chat.request import RequestDefaults
 from kvmem.chat.thinking import EFFORTS, Thinking, read_template_kwargs
 from kvmem.config import (
+    DraftConfig,
     EngineConfig,
     FlashAttention,
     KvType,
@@ -26,16 +25,18 @@ from kvmem.config import (
     QueryReplay,
     Scorer,
     ServerConfig,
+    SpecType,
 )
 from kvmem.engine.sampling import SamplingParams
 from kvmem.errors import ConfigError
 
-__all__ = ["EngineOptions", "SamplingOptions", "ServerOptions", "takes"]
+__all__ = ["EngineOptions", "SamplingOptions", "ServerOptions"]
 
 GIB = 1 << 30
 
 MODEL_PANEL = "Model"
 MEMORY_PANEL = "Memory"
+DRAFT_PANEL = "Drafts"
 SAMPLING_PANEL = "Sampling (what a request may change)"
 SERVER_PANEL = "Server"
 
@@ -50,7 +51,7 @@ def _llama(*names: str, env: str, panel: str, help: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Model and memory."""
+    """Model, memory and drafts."""
 
     model: Annotated[
         Path | None,
@@ -203,6 +204,23 @@ class EngineOptions:
                help="Most tokens computed at once. Left out: as -b."),
     ] = None  # fmt: skip
 
+    spec_type: Annotated[
+        SpecType,
+        _llama("--spec-type", env="SPEC_TYPE", panel=DRAFT_PANEL,
+               help="draft-mtp: the model's MTP block proposes tokens, and one batch verifies "
+               "them. Replies stay the same."),
+    ] = "none"  # fmt: skip
+    spec_draft_n_max: Annotated[
+        int,
+        _llama("--spec-draft-n-max", env="SPEC_DRAFT_N_MAX", panel=DRAFT_PANEL,
+               help="Most proposals of a step, 1 to 5."),
+    ] = 3  # fmt: skip
+    spec_kv_dtype: Annotated[
+        KvType,
+        _flag("--spec-kv-dtype", env="KVMEM_SPEC_KV_DTYPE", panel=DRAFT_PANEL,
+              help="Type of the MTP block's K and V."),
+    ] = "f16"  # fmt: skip
+
     def config(self) -> EngineConfig:
         """Raises ConfigError: a rule is broken, or no model is named."""
         if self.model is None:
@@ -239,6 +257,11 @@ class EngineOptions:
                 batch_tokens=self.batch,
                 ubatch_tokens=self.ubatch,
                 flash_attn=self.flash_attn,
+            ),
+            draft=DraftConfig(
+                spec_type=self.spec_type,
+                n_max=self.spec_draft_n_max,
+                type_kv=self.spec_kv_dtype,
             ),
         )
 
@@ -428,44 +451,6 @@ class ServerOptions:
             alias=self.alias or model.stem,
             api_keys=tuple(key.strip() for key in keys),
         )
-
-
-def takes(*groups: type) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    """Put the options of these dataclasses in front of a command's own.
-
-    The command gets one filled object a class, in this order, and its own options by name.
-    """
-
-    def decorate(command: Callable[..., object]) -> Callable[..., object]:
-        hints = get_type_hints(command, include_extras=True)
-        own = [
-            parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-            for name, parameter in inspect.signature(command).parameters.items()
-            if hints[name] not in groups
-        ]
-        shared = [_parameter(group, name) for group in groups for name in _names(group)]
-
-        def run(**values: Any) -> object:
-            objects = [group(**{n: values.pop(n) for n in _names(group)}) for group in groups]
-            return command(*objects, **values)
-
-        run.__name__ = command.__name__
-        run.__doc__ = command.__doc__
-        run.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in (*shared, *own)}
-        return run
-
-    return decorate
-
-
-def _names(group: type) -> list[str]:
-    return [item.name for item in fields(group)]
-
-
-def _parameter(group: type, name: str) -> inspect.Parameter:
-    hint = get_type_hints(group, include_extras=True)[name]
-    default = next(item.default for item in fields(group) if item.name == name)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 def _layers(text: str) -> int:

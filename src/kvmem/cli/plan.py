@@ -7,15 +7,13 @@ from typing import Annotated, Any
 from typer import Option
 
 from kvmem.cli import logs, show
-from kvmem.cli.options import EngineOptions, takes
+from kvmem.cli.options import EngineOptions
+from kvmem.cli.takes import takes
 from kvmem.config import EngineConfig, MemoryFacts, PoolSizes
 from kvmem.engine.calibration import Found, find
 from kvmem.engine.checkpoint import MAX_CHECKPOINTS
 from kvmem.engine.engine import Engine
 from kvmem.engine.facts import memory_facts
-from kvmem.engine.memory import TieredMemory
-from kvmem.llama.context import Context
-from kvmem.llama.memory import LlamaPort
 from kvmem.llama.model import Model
 
 __all__ = ["Plan", "make_plan", "plan", "plan_of", "render_plan"]
@@ -26,6 +24,7 @@ class Plan:
     """Resolved sizes with what they cost.
 
     checkpoint_bytes: the recurrent state that goes into one checkpoint; 0 without such layers.
+    snapshot_bytes: the states that drafts may go back to, on the device.
     all_checkpoint_bytes: those that are kept, and the one that is written before another goes.
     n_history_tokens: largest history that the host limit and the workspace hold.
     n_easy_tokens: the largest beside all checkpoints; beyond it they give way to blocks.
@@ -35,10 +34,17 @@ class Plan:
     config: EngineConfig
     model: str
     weight_bytes: int
-    checkpoint_bytes: int
     facts: MemoryFacts
     sizes: PoolSizes
     calibration: Found
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.facts.state_bytes
+
+    @property
+    def snapshot_bytes(self) -> int:
+        return self.config.draft.n_snapshots * self.facts.state_bytes
 
     @property
     def pool_bytes(self) -> int:
@@ -84,6 +90,11 @@ class Plan:
             "pool_bytes": self.pool_bytes,
             "kv_bytes_per_token": self.facts.kv_bytes_per_token,
             "host_bytes_per_token": self.facts.host_bytes_per_token,
+            "spec_type": self.config.draft.spec_type,
+            "spec_draft_n_max": self.config.draft.n_max,
+            "spec_kv_dtype": self.config.draft.type_kv,
+            "draft_bytes_per_token": self.facts.draft_bytes_per_token,
+            "draft_snapshot_bytes": self.snapshot_bytes,
             "checkpoint_bytes": self.checkpoint_bytes,
             "max_checkpoints": MAX_CHECKPOINTS if self.checkpoint_bytes else 0,
             "all_checkpoint_bytes": self.all_checkpoint_bytes,
@@ -118,7 +129,9 @@ def make_plan(config: EngineConfig) -> Plan:
 
     Raises ModelError and ConfigError as a start would.
     """
-    with Model(config.model.path, n_gpu_layers=0, use_mmap=True) as model:
+    with Model(
+        config.model.path, n_gpu_layers=0, use_mmap=True, load_mtp=config.draft.enabled
+    ) as model:
         calibration = find(config)
         facts = memory_facts(model, config, calibration.calibration)
         if not facts.shared:  # the weights are not on the device now
@@ -128,38 +141,18 @@ def make_plan(config: EngineConfig) -> Plan:
             config=config,
             model=model.description,
             weight_bytes=model.size_bytes,
-            checkpoint_bytes=_checkpoint_bytes(model, config),
             facts=facts,
             sizes=config.memory.resolve(facts),
             calibration=calibration,
         )
 
 
-def _checkpoint_bytes(model: Model, config: EngineConfig) -> int:
-    """Bytes of the recurrent state, from a context of one block."""
-    memory = config.memory
-    if not memory.enabled or not model.is_hybrid:
-        return 0
-    with Context(
-        model,
-        n_ctx=memory.block_tokens,
-        n_cells=memory.block_tokens,
-        block_tokens=memory.block_tokens,
-        n_batch=1,
-        n_ubatch=1,
-    ) as context:
-        return LlamaPort(context).device_bytes()[1]
-
-
 def plan_of(engine: Engine) -> Plan:
     """The plan that an engine runs by."""
-    memory = engine.memory
-    state = memory.port.device_bytes()[1] if isinstance(memory, TieredMemory) else 0
     return Plan(
         config=engine.config,
         model=engine.model.description,
         weight_bytes=engine.model.size_bytes,
-        checkpoint_bytes=state,
         facts=engine.facts,
         sizes=engine.sizes,
         calibration=engine.calibration,
@@ -199,6 +192,12 @@ def render_plan(made: Plan) -> str:
     add("  recent, always in it", recent, None, sources["n_recent_blocks"])
     add("reserve", reserve, reserve * row, sources["reserve_tokens"])
     add("device pool", sizes.pool_tokens, made.pool_bytes, f"budget + reserve, K/V {kinds}")
+    draft = made.config.draft
+    if draft.enabled:
+        n_bytes = sizes.pool_tokens * facts.draft_bytes_per_token
+        add("  draft head in it", sizes.pool_tokens, n_bytes, f"K/V {draft.type_kv}")
+        why = f"{draft.n_max} recurrent states, for drafts that fail"
+        add("draft snapshots", None, made.snapshot_bytes, why)
     add("host store limit", None, sizes.host_limit_bytes, sources["host_limit_bytes"])
     memory = made.config.memory
     shared = memory.conversations_bytes or sizes.host_limit_bytes

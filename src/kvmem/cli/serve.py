@@ -10,8 +10,9 @@ from typer import Option
 
 from kvmem.cli import logs
 from kvmem.cli.calibrate import calibrate_missing
-from kvmem.cli.options import EngineOptions, SamplingOptions, ServerOptions, takes
+from kvmem.cli.options import EngineOptions, SamplingOptions, ServerOptions
 from kvmem.cli.plan import plan_of, render_plan
+from kvmem.cli.takes import takes
 from kvmem.config import ServerConfig
 from kvmem.engine.calibration import find
 from kvmem.errors import ConfigError

@@ -24,7 +24,11 @@ MAX_CHECKPOINTS = 8
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """The state after n_tokens tokens. state: u8. n_holders: histories that begin with them."""
+    """The state after n_tokens tokens.
+
+    state: u8, with the hidden row of a draft head behind it. n_holders: histories that begin with
+    these tokens.
+    """
 
     n_tokens: int
     state: NDArray[np.uint8]
@@ -36,6 +40,8 @@ class Checkpoints:
 
     spare: buffers of dropped checkpoints, used again and still charged; histories share them.
     make_room: called where the host limit leaves no room; True if something else has left.
+    hidden: f32, what goes back with the state: the row that a draft head goes on from. It is
+    written in place.
     limit: how many are kept. When one too many is saved, the least missed one goes (see
     `_least_missed`), so that they stand densely where a history changes again and again, near its
     end, and thinly far behind.
@@ -49,8 +55,10 @@ class Checkpoints:
         *,
         spare: list[NDArray[np.uint8]] | None = None,
         make_room: Callable[[], bool] | None = None,
+        hidden: NDArray[np.float32] | None = None,
     ) -> None:
         self._context = context
+        self._hidden = np.empty(0, np.float32) if hidden is None else hidden
         self._budget = budget
         self._limit = limit
         self._saved: list[Checkpoint] = []
@@ -78,14 +86,16 @@ class Checkpoints:
         if self._saved and self._saved[-1].n_tokens == n_tokens:
             return True
         assert not self._saved or self._saved[-1].n_tokens < n_tokens, "checkpoints ascend"
-        buffer = self._take_buffer(state_bytes(self._context))
+        n_state = state_bytes(self._context)
+        buffer = self._take_buffer(n_state + self._hidden.nbytes)
         if buffer is None:
             return False
         try:
-            save_state(self._context, buffer)
+            save_state(self._context, buffer[:n_state])
         except BaseException:
             self._spare.append(buffer)
             raise
+        buffer[n_state:] = self._hidden.view(np.uint8)
         self._saved.append(Checkpoint(n_tokens, buffer))
         if len(self._saved) > self._limit:
             self._drop(self._least_missed())
@@ -111,6 +121,7 @@ class Checkpoints:
             self._limit,
             spare=self._spare,
             make_room=self._make_room,
+            hidden=self._hidden,
         )
         for saved in self._saved:
             if saved.n_tokens <= n_tokens:
@@ -124,7 +135,9 @@ class Checkpoints:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Make the state what it was then, and forget the checkpoints after it."""
-        restore_state(self._context, checkpoint.state)
+        n_state = len(checkpoint.state) - self._hidden.nbytes
+        restore_state(self._context, checkpoint.state[:n_state])
+        self._hidden.view(np.uint8)[:] = checkpoint.state[n_state:]
         self.drop_after(checkpoint.n_tokens)
 
     def drop_after(self, n_tokens: int) -> None:

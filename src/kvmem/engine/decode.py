@@ -1,18 +1,21 @@
 """The reply.
 
-One token after the other, until something ends it. The pool and the reserve never do.
+Token after token, until something ends it. The pool and the reserve never do.
 """
 
 from collections.abc import Generator
+from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmem.engine.draft import Drafter
 from kvmem.engine.events import Event, StopReason, TokenEvent
 from kvmem.engine.logprobs import token_logprobs
 from kvmem.engine.memory import Memory, TieredMemory
 from kvmem.engine.sampling import GenerateParams
 from kvmem.engine.stats import RequestStats
+from kvmem.engine.verify import Verification
 from kvmem.llama.context import CancelToken
 from kvmem.llama.sampler import Sampler
 from kvmem.llama.vocab import Vocab
@@ -36,34 +39,185 @@ def decode_reply(
 
     Raises Cancelled; the tokens yielded before stand in the history, save the last.
     """
-    times = stats.memory.times
     sampler.accept_prompt(prompt)
-    reply_from_block = 0
+    reply = _Reply(memory, vocab, sampler, params, workspace_tokens, stats, cancel)
     if isinstance(memory, TieredMemory):
-        reply_from_block = memory.n_blocks_of(len(prompt))
-    step = np.empty(1, np.int32)
-    while True:
-        if params.max_tokens is not None and stats.completion_tokens >= params.max_tokens:
+        reply.from_block = memory.n_blocks_of(len(prompt))
+    try:
+        return (yield from _decode(reply))
+    finally:
+        reply.judge_drafts()
+
+
+def _decode(reply: "_Reply") -> Generator[Event, None, StopReason]:
+    if reply.is_full:
+        return "length"
+    token = reply.sample(-1)
+    yield reply.event(token, -1)
+    while not reply.is_end(token):
+        if reply.is_full:
             return "length"
-        with memory.phase(times, "sample_s"):
-            token = sampler.sample(memory.context)
-            sampler.accept(token)
-        stats.completion_tokens += 1
-        ends = vocab.is_eog(token) or token in params.stop_tokens
+        n_drafts = reply.n_drafts()
+        if n_drafts:
+            token = yield from reply.draft(token, n_drafts)
+        else:
+            reply.decode(token)
+            token = reply.sample(-1)
+            yield reply.event(token, -1)
+    return "stop"
+
+
+class _Reply:
+    """The steps of one reply, each behind a token that is yielded and not decoded."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        vocab: Vocab,
+        sampler: Sampler,
+        params: GenerateParams,
+        workspace_tokens: int,
+        stats: RequestStats,
+        cancel: CancelToken | None,
+    ) -> None:
+        self._memory = memory
+        self._vocab = vocab
+        self._sampler = sampler
+        self._params = params
+        self._workspace_tokens = workspace_tokens
+        self._stats = stats
+        self._cancel = cancel
+        self._times = stats.memory.times
+        self._step = np.empty(1, np.int32)
+        self.from_block = 0
+
+    # What ends it
+
+    def is_end(self, token: int) -> bool:
+        return self._vocab.is_eog(token) or token in self._params.stop_tokens
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further token may come."""
+        said, limit = self._stats.completion_tokens, self._params.max_tokens
+        has_no_room = said > 0 and self._memory.n_tokens + 1 >= self._workspace_tokens
+        return has_no_room or (limit is not None and said >= limit)
+
+    # One token
+
+    def sample(self, row: int) -> int:
+        """The token behind a row of the last batch."""
+        with self._memory.phase(self._times, "sample_s"):
+            token = self._sampler.sample(self._memory.context, row)
+            self._sampler.accept(token)
+        return token
+
+    def event(self, token: int, row: int) -> TokenEvent:
+        """Count the token, which was sampled at this row, and say it."""
+        self._stats.completion_tokens += 1
+        piece = b"" if self.is_end(token) else self._vocab.piece(token, special=False)
         logprobs = None
-        if params.n_logprobs is not None:
-            logprobs = token_logprobs(memory.context.logits(-1), token, params.n_logprobs, vocab)
-        yield TokenEvent(token, b"" if ends else vocab.piece(token, special=False), logprobs)
-        if ends:
-            return "stop"
-        if memory.n_tokens + 1 >= workspace_tokens or stats.completion_tokens == params.max_tokens:
-            return "length"
-        step[0] = token
-        with memory.phase(times, "decode_s"):
+        if self._params.n_logprobs is not None:
+            logits = self._memory.context.logits(row)
+            logprobs = token_logprobs(logits, token, self._params.n_logprobs, self._vocab)
+        return TokenEvent(token, piece, logprobs)
+
+    def decode(self, token: int) -> None:
+        memory = self._memory
+        self._step[0] = token
+        started = perf_counter()
+        with memory.phase(self._times, "decode_s"):
             if isinstance(memory, TieredMemory):
-                stats.memory.reply_blocks_evicted += memory.make_reply_room(reply_from_block)
-                memory.decode(step, cancel=cancel, reply=True)
-                if memory.n_tokens % memory.block_tokens == 0:
-                    memory.try_seal()
+                self._make_room(memory)
+                memory.decode(self._step, cancel=self._cancel, reply=True)
+                self._seal(memory, memory.n_tokens - 1)
             else:
-                memory.decode(step, cancel=cancel)
+                memory.decode(self._step, cancel=self._cancel)
+        if self._drafter is not None:
+            self._drafter.worth.count(1, 0, perf_counter() - started)
+
+    def _make_room(self, memory: TieredMemory) -> None:
+        self._stats.memory.reply_blocks_evicted += memory.make_reply_room(self.from_block)
+
+    @staticmethod
+    def _seal(memory: TieredMemory, n_before: int) -> None:
+        """Store a block that the tokens since n_before have filled."""
+        if memory.n_tokens // memory.block_tokens > n_before // memory.block_tokens:
+            memory.try_seal()
+
+    # Several tokens
+
+    @property
+    def _drafter(self) -> Drafter | None:
+        return self._memory.drafter if isinstance(self._memory, TieredMemory) else None
+
+    def n_drafts(self) -> int:
+        """How many proposals the next step takes.
+
+        No more than fit beside the token without a block leaving, so that what leaves, and when,
+        is the same as without drafts; and none that could not be said.
+        """
+        memory, drafter = self._memory, self._drafter
+        if drafter is None or not isinstance(memory, TieredMemory):
+            return 0
+        n = min(drafter.n_max, self._workspace_tokens - memory.n_tokens - 2)
+        if self._params.max_tokens is not None:
+            n = min(n, self._params.max_tokens - self._stats.completion_tokens - 1)
+        if n < 1:
+            return 0
+        with memory.phase(self._times, "decode_s"):
+            self._make_room(memory)
+        n = min(n, memory.working_set.room(reply=True) - 1)
+        return n if n > 0 and drafter.worth.take_turn() else 0
+
+    def draft(self, token: int, n_drafts: int) -> Generator[Event, None, int]:
+        """Decode the token with proposals behind it, and say those that are what is sampled.
+
+        Returns the last token, which may be none of them. However this ends, what was yielded
+        stands in the history, save the last.
+        """
+        memory, drafter = self._memory, self._drafter
+        assert isinstance(memory, TieredMemory) and drafter is not None
+        started = perf_counter()
+        drafted_s = drafter.seconds
+        with memory.phase(self._times, "decode_s"):
+            verification = Verification(memory, token, n_drafts, self._cancel)
+        seconds = perf_counter() - started
+        n_said = 0
+        tokens: list[int] = []
+        try:
+            tokens = self._accept(verification.drafts)
+            for row, token in enumerate(tokens):
+                n_said += 1
+                yield self.event(token, row)
+        finally:
+            n_before = memory.n_tokens
+            started = perf_counter()
+            with memory.phase(self._times, "decode_s"):
+                verification.keep(max(1, n_said))
+                self._seal(memory, n_before)
+            drafter.worth.count(len(tokens), n_drafts, seconds + perf_counter() - started)
+            self._times.decode_s -= drafter.seconds - drafted_s
+            self._times.draft_s += drafter.seconds - drafted_s
+        return token
+
+    def judge_drafts(self) -> None:
+        """Let drafts rest where they lost, and say so."""
+        if self._drafter is not None and isinstance(self._memory, TieredMemory):
+            note = self._drafter.worth.end_request()
+            if note:
+                self._memory.note(note)
+
+    def _accept(self, drafts: list[int]) -> list[int]:
+        """What is sampled at each row, up to the first that its proposal does not match.
+
+        Each token is drawn as it would be without drafts, so its distribution is the same.
+        """
+        tokens: list[int] = []
+        for row, draft in enumerate([*drafts, -1]):
+            tokens.append(self.sample(row))
+            if tokens[-1] != draft or self.is_end(draft):
+                break
+        self._stats.draft_n += len(drafts)
+        self._stats.draft_n_accepted += sum(a == b for a, b in zip(tokens, drafts, strict=False))
+        return tokens

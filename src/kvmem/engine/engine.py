@@ -9,6 +9,7 @@ from typing import Self
 from kvmem.config import EngineConfig, MemoryConfig, MemoryFacts, ModelConfig, PoolSizes
 from kvmem.engine.calibration import Found, find
 from kvmem.engine.conversations import Conversations
+from kvmem.engine.draft import Drafter, make_drafter
 from kvmem.engine.facts import memory_facts
 from kvmem.engine.memory import Memory, PlainMemory, TieredMemory, slack_blocks
 from kvmem.engine.session import Session
@@ -49,6 +50,7 @@ class Engine:
             n_gpu_layers=config.model.n_gpu_layers,
             use_mmap=config.model.use_mmap,
             use_mlock=config.model.use_mlock,
+            load_mtp=config.draft.enabled,
             progress=progress,
         )
         try:
@@ -86,12 +88,18 @@ class Engine:
             else memory.flash_attn,
             n_threads=config.model.threads,
             n_threads_batch=config.model.threads_batch,
+            n_rs_seq=config.draft.n_snapshots,
         )
+        drafter: Drafter | None = None
         try:
             if not memory.enabled:
                 return PlainMemory(context)
-            return TieredMemory(context, sizes, memory, self.calibration.calibration)
+            if config.draft.enabled:
+                drafter = make_drafter(context, config.draft)
+            return TieredMemory(context, sizes, memory, self.calibration.calibration, drafter)
         except BaseException:
+            if drafter is not None:
+                drafter.close()
             context.close()
             raise
 

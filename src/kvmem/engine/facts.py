@@ -3,6 +3,7 @@
 The model as it is loaded, and the machine as it is now.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvmem.config import EngineConfig, MemoryConfig, MemoryFacts
@@ -10,10 +11,11 @@ from kvmem.engine.calibration import Calibration, scoring
 from kvmem.kv.layout import KV_TYPES, KvLayout
 from kvmem.llama import runtime
 from kvmem.llama.context import Context
+from kvmem.llama.draft import DraftContext
 from kvmem.llama.memory import LlamaPort
 from kvmem.llama.model import Model
 
-__all__ = ["host_bytes_per_token", "memory_facts", "probe_layout"]
+__all__ = ["Probe", "host_bytes_per_token", "memory_facts", "probe"]
 
 # Per token beside the record's rows: CellMeta and the tables of tokens and positions, and the token
 # index.
@@ -22,8 +24,24 @@ TABLE_BYTES = 28 + 20 + 8
 PROBE_TOKENS = 16
 
 
-def probe_layout(model: Model, memory: MemoryConfig) -> KvLayout:
-    """The layout of the cache, read from the graph of a throw-away context of one block."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What a throw-away context of one block tells.
+
+    state_bytes: one recurrent state. draft_bytes: the draft head's rows in layout.payload_bytes.
+    """
+
+    layout: KvLayout
+    state_bytes: int
+    draft_bytes: int
+
+
+def probe(model: Model, config: EngineConfig) -> Probe:
+    """Read the layout of the cache from the graph.
+
+    Raises ModelError if the architecture's cache cannot be tiered, or has no head for drafts.
+    """
+    memory = config.memory
     with Context(
         model,
         n_ctx=memory.block_tokens,
@@ -35,8 +53,20 @@ def probe_layout(model: Model, memory: MemoryConfig) -> KvLayout:
         type_v=memory.type_v,
         flash_attn="off" if memory.flash_attn == "off" else "on",
     ) as context:
-        layout: KvLayout = LlamaPort(context).layout
-        return layout
+        port = LlamaPort(context)
+        plain_bytes = port.layout.payload_bytes
+        if not config.draft.enabled:
+            return Probe(layout=port.layout, state_bytes=port.device_bytes()[1], draft_bytes=0)
+        head = DraftContext(context, type_kv=config.draft.type_kv)
+        try:
+            port = LlamaPort(context)
+            return Probe(
+                layout=port.layout,
+                state_bytes=port.device_bytes()[1],
+                draft_bytes=port.layout.payload_bytes - plain_bytes,
+            )
+        finally:
+            head.close()
 
 
 def host_bytes_per_token(layout: KvLayout, calibration: Calibration | None = None) -> int:
@@ -54,15 +84,19 @@ def memory_facts(
     """Facts for MemoryConfig.resolve. The model is loaded, so its weights are not in the free
     memory any more.
 
-    Raises ModelError if the architecture's cache cannot be tiered.
+    Raises ModelError as `probe` does.
     """
     memory = config.memory
+    state_bytes = draft_bytes = 0
     if memory.enabled:
-        layout = probe_layout(model, memory)
-        kv_bytes = layout.payload_bytes // layout.block_tokens
-        host_bytes = host_bytes_per_token(layout, calibration)
+        found = probe(model, config)
+        kv_bytes = found.layout.payload_bytes // memory.block_tokens
+        host_bytes = host_bytes_per_token(found.layout, calibration)
+        state_bytes = found.state_bytes
+        draft_bytes = found.draft_bytes // memory.block_tokens
     else:
         kv_bytes = host_bytes = _estimate_kv_bytes(model, memory)
+    states = state_bytes * (1 + config.draft.n_snapshots)
     machine_free, machine_total = _host_memory()
     gpus = [device for device in runtime.devices() if device[2] == "gpu"]
     on_gpu = bool(gpus) and config.model.n_gpu_layers != 0
@@ -70,11 +104,15 @@ def memory_facts(
         trained_tokens=model.n_ctx_train,
         kv_bytes_per_token=kv_bytes,
         host_bytes_per_token=host_bytes,
-        free_device_bytes=sum(gpu[3] for gpu in gpus) if on_gpu else machine_free,
+        free_device_bytes=max(
+            0, (sum(gpu[3] for gpu in gpus) if on_gpu else machine_free) - states
+        ),
         device_bytes=sum(gpu[4] for gpu in gpus) if on_gpu else machine_total,
         free_host_bytes=machine_free,
         host_bytes=machine_total,
         shared=not on_gpu,
+        state_bytes=state_bytes,
+        draft_bytes_per_token=draft_bytes,
     )
 
 

@@ -16,7 +16,9 @@ from kvmem.config import MemoryConfig, PoolSizes
 from kvmem.engine.calibration import Calibration, Scoring, scoring
 from kvmem.engine.checkpoint import Checkpoints
 from kvmem.engine.conversation import Conversation
+from kvmem.engine.draft import Drafter
 from kvmem.engine.plain import Outputs, PlainMemory
+from kvmem.engine.prompt import text_positions
 from kvmem.engine.stats import PhaseTimes
 from kvmem.errors import Cancelled, CapacityError, HostCapacityError
 from kvmem.kv.budget import HostBudget
@@ -30,23 +32,13 @@ from kvmem.llama.context import CancelToken, Context
 from kvmem.llama.memory import LlamaPort
 from kvmem.llama.state import state_bytes
 
-__all__ = ["Memory", "Outputs", "PlainMemory", "TieredMemory", "slack_blocks", "text_positions"]
+__all__ = ["Memory", "Outputs", "PlainMemory", "TieredMemory", "slack_blocks"]
 
 # Some three seconds of prefill on a GPU, against 150 MiB of host memory a checkpoint.
 CHECKPOINT_GAP_TOKENS = 8192
 
 T = TypeVar("T")
 I32 = NDArray[np.int32]
-
-
-def text_positions(start: int, stop: int) -> I32:
-    """Positions of text tokens.
-
-    int32 [n, 4], as llama.cpp expands them for M-RoPE (t, y, x equal, the fourth 0).
-    """
-    pos = np.zeros((stop - start, 4), np.int32)
-    pos[:, :3] = np.arange(start, stop, dtype=np.int32)[:, None]
-    return pos
 
 
 def slack_blocks(config: MemoryConfig) -> int:
@@ -57,6 +49,8 @@ def slack_blocks(config: MemoryConfig) -> int:
 class TieredMemory:
     """A working set over llama.cpp's cells, with what is needed to score every block of the
     history.
+
+    drafter: the MTP head, where tokens are drafted; it is the memory's from here on.
     """
 
     def __init__(
@@ -65,8 +59,10 @@ class TieredMemory:
         sizes: PoolSizes,
         config: MemoryConfig,
         calibration: Calibration | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.context = context
+        self.drafter = drafter
         self.port = LlamaPort(context)
         self.layout = self.port.layout
         self.sizes = sizes
@@ -221,16 +217,24 @@ class TieredMemory:
         """
         ws = self.working_set
         start = ws.n_tokens
-        has_begun = False
-        try:
-            self.with_room(lambda: ws.prepare(len(tokens), reply=reply))
+        with self.undone_on_error():
+            cells = self.with_room(lambda: ws.prepare(len(tokens), reply=reply))
             pos = text_positions(start, start + len(tokens))
-            has_begun = True
-            self.context.decode(
-                tokens, np.ascontiguousarray(pos[:, 0]), outputs=outputs, cancel=cancel
-            )
+            first_pos = np.ascontiguousarray(pos[:, 0])
+            self.context.decode(tokens, first_pos, outputs=outputs, cancel=cancel)
+            if self.drafter is not None:
+                self.drafter.follow(cells, tokens, first_pos)
             ws.commit(tokens, pos)
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Where what is inside fails, no token of it stays."""
+        ws = self.working_set
+        start = ws.n_tokens
+        try:
+            yield
         except BaseException as error:
+            has_begun = ws.n_pending > 0 or ws.n_tokens != start
             if ws.n_pending:
                 ws.rollback()
             # a cancel before the batch leaves a recurrent state as it was; of anything else, a
@@ -423,7 +427,13 @@ class TieredMemory:
         self._forget_scores(0)
         self.checkpoints.clear()
         self.working_set.clear()
+        self.clear_device()
+
+    def clear_device(self) -> None:
+        """Forget the states of an empty history."""
         self.context.clear()
+        if self.drafter is not None:
+            self.drafter.clear()
 
     def _forget_scores(self, n_blocks: int) -> None:
         # the worker reads host records, so it is done before the store lets them go
@@ -449,6 +459,7 @@ class TieredMemory:
                 self.host,
                 spare=self._spare_states,
                 make_room=lambda: self.make_room_on_host(),
+                hidden=None if self.drafter is None else self.drafter.hidden,
             ),
         )
 
@@ -466,6 +477,7 @@ class TieredMemory:
                 assert one.checkpoints.positions[-1] == one.history.n_tokens
         assert self.lexical.n_blocks == self.summaries.n_blocks <= self.working_set.n_sealed
         assert self.port.n_cells_used == self.working_set.n_cells_used
+        assert self.port.do_caches_agree
         assert self.host.used <= self.host.limit
         assert all(n <= self.n_tokens for n in self.checkpoints.positions)
 
@@ -475,6 +487,8 @@ class TieredMemory:
             return
         self.worker.close()
         del self.working_set  # its host slabs belong to the context's device
+        if self.drafter is not None:
+            self.drafter.close()
         self.context.close()
 
 

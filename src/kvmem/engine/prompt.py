@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Prompt", "RoleSpan", "Span"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Prompt", "RoleSpan", "Span", "text_positions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +52,13 @@ class Prompt:
         for span in (*(item.span for item in self.spans), self.query_span):
             if span is not None and span.stop > limit:
                 raise ValueError(f"span ends at {span.stop}, the prompt has {limit} tokens")
+
+
+def text_positions(start: int, stop: int) -> NDArray[np.int32]:
+    """Positions of text tokens.
+
+    int32 [n, 4], as llama.cpp expands them for M-RoPE (t, y, x equal, the fourth 0).
+    """
+    pos = np.zeros((stop - start, 4), np.int32)
+    pos[:, :3] = np.arange(start, stop, dtype=np.int32)[:, None]
+    return pos

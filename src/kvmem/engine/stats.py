@@ -44,6 +44,7 @@ class PhaseTimes:
     store_s: float = 0.0  # copies of completed blocks to the host
     checkpoint_s: float = 0.0  # saving of recurrent states
     decode_s: float = 0.0  # reply tokens
+    draft_s: float = 0.0  # proposals for them, by the draft head
     sample_s: float = 0.0
     other_s: float = 0.0
 
@@ -95,11 +96,14 @@ class RequestStats:
     prompt_tokens: the whole prompt. cached_tokens: those of it that were not read again.
     prompt_s: from the start to the first sampled token, replay and retrieval included.
     decode_s: from there to the end.
+    draft_n, draft_n_accepted: proposals of the draft head, and those that became reply tokens.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    draft_n: int = 0
+    draft_n_accepted: int = 0
     prompt_s: float = 0.0
     decode_s: float = 0.0
     memory: MemoryReport = field(default_factory=MemoryReport)

@@ -49,7 +49,7 @@ def switch(memory: TieredMemory, target: Conversation, n_tokens: int) -> Transfe
         if memory.working_set.history is not memory.active.history:
             memory.active = memory.conversation_of(memory.working_set.history)
             memory.worker.attach(memory.active.summaries)
-            memory.context.clear()
+            memory.clear_device()
         raise
     memory.active = target
     memory.worker.attach(target.summaries)
@@ -59,7 +59,7 @@ def switch(memory: TieredMemory, target: Conversation, n_tokens: int) -> Transfe
     elif memory.n_tokens:
         memory.go_back(n_tokens)
     else:
-        memory.context.clear()
+        memory.clear_device()
     memory.renew_summaries()
     return transfer
 

@@ -221,7 +221,10 @@ class LayerLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """All attention layers of a record's payload: the leader's, then the draft head's."""
+    """The attention layers of a record's payload that a question can ask.
+
+    Behind them may stand the rows of a draft head, which belong to the payload_bytes alone.
+    """
 
     layers: tuple[LayerLayout, ...]
     block_tokens: int

@@ -94,6 +94,19 @@ cdef extern from "kvmem.h" nogil:
                         uint32_t n_rows, float *const *out)
     int kvmem_tap_end(kvmem_memory *memory)
 
+    int kvmem_draft_init(kvmem_memory *leader, llama_model *model,
+                         const llama_context_params *params, llama_context **ctx,
+                         kvmem_memory **follower)
+    kvmem_memory *kvmem_follower(kvmem_memory *leader)
+    int kvmem_follower_agrees(const kvmem_memory *leader)
+    const float *kvmem_hidden_rows(const kvmem_memory *leader)
+    int kvmem_draft_decode(kvmem_memory *follower, const int *cells, const int *tokens,
+                           const int *pos, const float *first_row, const float *rows,
+                           uint32_t n, int wants_result)
+    int kvmem_draft_result(kvmem_memory *follower, int *token, float *row)
+    int kvmem_draft_forget(kvmem_memory *follower, const int *cells, uint32_t n)
+
+    int kvmem_recurrent_rollback(kvmem_memory *memory, uint32_t n_tokens)
     int kvmem_recurrent_valid(const kvmem_memory *memory)
     void kvmem_recurrent_restored(kvmem_memory *memory)
 

@@ -20,6 +20,7 @@ class Context:
     n_batch: int
     n_ubatch: int
     n_ctx: int
+    n_rs_seq: int
     block_tokens: int
     n_outputs: int
     def __init__(

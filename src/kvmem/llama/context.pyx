@@ -159,6 +159,8 @@ cdef class Context:
         self.n_batch = c.llama_n_batch(self._ptr)
         self.n_ubatch = c.llama_n_ubatch(self._ptr)
         self.n_ctx = c.llama_n_ctx(self._ptr)
+        self.n_rs_seq = c.llama_n_rs_seq(self._ptr)
+        self._params = params
         self._batch = c.llama_batch_init(self.n_batch, 0, n_seq_max)
         c.llama_set_abort_callback(self._ptr, <c.ggml_abort_callback>_should_abort, <void *>self)
 

@@ -21,7 +21,10 @@ __all__ = ["LlamaPort"]
 @cython.final
 @cython.no_gc_clear  # slab_free is called while others are collected, and needs the context
 cdef class LlamaPort(DevicePort):
-    """DevicePort over the bounded cache of ``context``; also reads Q while a query is decoded."""
+    """DevicePort over the bounded cache of ``context``; also reads Q while a query is decoded.
+
+    With a DraftContext over the same context every call acts on both caches.
+    """
 
     cdef readonly Context context
     cdef readonly object layout
@@ -33,9 +36,9 @@ cdef class LlamaPort(DevicePort):
         assert sizeof(CellMeta) == sizeof(a.kvmem_cell_meta)
         self.context = context
         self.layout = _read_layout(context, block_tokens)
-        row_bytes = []
-        for layer in self.layout.layers:
-            row_bytes += [layer.k_row_bytes, layer.v_row_bytes]
+        row_bytes = _row_bytes(context.memory())
+        if a.kvmem_follower(context.memory()) != NULL:
+            row_bytes += _row_bytes(a.kvmem_follower(context.memory()))
         self.set_shape(n_slots, block_tokens, tuple(row_bytes))
 
     cdef int place(self, const CellId *cells, int n) except -1:
@@ -147,6 +150,11 @@ cdef class LlamaPort(DevicePort):
         return a.kvmem_cells_used(self.context.memory())
 
     @property
+    def do_caches_agree(self):
+        """Whether the cache of the MTP head, if any, holds the same positions in the same cells."""
+        return a.kvmem_follower_agrees(self.context.memory()) != 0
+
+    @property
     def is_hybrid(self):
         return a.kvmem_is_hybrid(self.context.memory()) != 0
 
@@ -230,6 +238,16 @@ cdef object _rope(const a.kvmem_rope *rope):
     )
 
 
+cdef list _row_bytes(a.kvmem_memory *memory):
+    """Bytes of one token's row, per tensor of this cache, in payload order."""
+    cdef a.kvmem_layer layer
+    sizes = []
+    for i in range(a.kvmem_n_layers(memory)):
+        _check(a.kvmem_layer_get(memory, i, &layer))
+        sizes += [layer.k_row_bytes, layer.v_row_bytes]
+    return sizes
+
+
 cdef object _read_layout(Context context, int block_tokens):
     """KvLayout of the context's cache, as the adapter found it in the graph."""
     cdef a.kvmem_memory *memory = context.memory()
@@ -258,4 +276,5 @@ cdef object _read_layout(Context context, int block_tokens):
             attn_scale=layer.kq_scale,
         ))
         offset += k_bytes + block_tokens * layer.v_row_bytes
-    return KvLayout(layers=tuple(layers), block_tokens=block_tokens, payload_bytes=offset)
+    return KvLayout(layers=tuple(layers), block_tokens=block_tokens,
+                    payload_bytes=a.kvmem_payload_bytes(memory))

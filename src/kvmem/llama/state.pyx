@@ -6,7 +6,7 @@ from kvmem.llama cimport c_llama as c
 from kvmem.llama import log
 from kvmem.llama.context cimport Context
 
-__all__ = ["is_state_valid", "restore_state", "save_state", "state_bytes"]
+__all__ = ["is_state_valid", "restore_state", "roll_back_state", "save_state", "state_bytes"]
 
 cdef int SEQ = 0
 
@@ -50,6 +50,15 @@ def restore_state(Context context not None, const unsigned char[::1] state not N
         raise StateError("; ".join(["the recurrent state could not be restored", *errors]))
     if context._memory != NULL:
         a.kvmem_recurrent_restored(context._memory)
+
+
+def roll_back_state(Context context not None, int n_tokens):
+    """Take the last n tokens of the last batch out of the state: at most context.n_rs_seq, once.
+
+    n_tokens: fewer than the batch had. After a StateError the state is not usable.
+    """
+    if a.kvmem_recurrent_rollback(context.memory(), n_tokens) != a.KVMEM_OK:
+        raise StateError(a.kvmem_last_error().decode("utf-8", "replace"))
 
 
 def is_state_valid(Context context not None):

@@ -55,9 +55,10 @@ def usage_of(stats: RequestStats, *, reasoning_tokens: int = 0) -> dict[str, Any
 
 
 def timings_of(stats: RequestStats) -> dict[str, Any]:
-    """llama-server's timings; retrieval and replay count as prompt."""
+    """llama-server's timings; retrieval and replay count as prompt. Drafts where there were any."""
     read = stats.prompt_tokens - stats.cached_tokens
     decoded = stats.completion_tokens
+    drafts = {"draft_n": stats.draft_n, "draft_n_accepted": stats.draft_n_accepted}
     return {
         "cache_n": stats.cached_tokens,
         "prompt_n": read,
@@ -68,6 +69,7 @@ def timings_of(stats: RequestStats) -> dict[str, Any]:
         "predicted_ms": stats.decode_s * 1e3,
         "predicted_per_token_ms": stats.decode_s * 1e3 / decoded if decoded else 0.0,
         "predicted_per_second": stats.decode_per_s,
+        **(drafts if stats.draft_n else {}),
     }
 
 

@@ -1,0 +1,99 @@
+// The MTP head: a second context over the same model, whose one attention layer keeps its K and V in the leader's
+// cells.
+#include "kvmem-memory.h"
+
+#include "llama-ext.h"
+
+#include <algorithm>
+#include <cstring>
+
+static int fail(int status, const char * text) {
+    kvmem_set_error(text);
+    return status;
+}
+
+int kvmem_draft_init(kvmem_memory * leader, llama_model * model, const llama_context_params * params,
+        llama_context ** ctx, kvmem_memory ** follower) {
+    *ctx      = nullptr;
+    *follower = nullptr;
+    if (leader->follower || leader->follower_gone || leader->leader) {
+        return fail(KVMEM_ERR_STATE, "a memory has one follower");
+    }
+    if (!leader->recr || llama_model_n_layer_nextn(model) != 1) {
+        return fail(KVMEM_ERR_UNSUPPORTED, "drafts need a hybrid model with one MTP block");
+    }
+    llama_context_params own = *params;
+    own.ctx_type             = LLAMA_CONTEXT_TYPE_MTP;
+    own.n_rs_seq             = 0;
+    own.n_outputs_max        = 1;
+    if (const int status = kvmem_context_create(
+                model, own, leader->attn->get_size(), leader->block_tokens, own.n_outputs_max, ctx, follower)) {
+        return status;
+    }
+    (*follower)->batch = llama_batch_ext_init(*ctx);
+    llama_set_embeddings_nextn(leader->ctx, true, /*masked =*/false);
+    llama_set_embeddings_nextn(*ctx, true, /*masked =*/true);
+    try {
+        leader->lead(*follower);
+    } catch (const std::exception & e) {
+        llama_free(*ctx);
+        *ctx      = nullptr;
+        *follower = nullptr;
+        return fail(KVMEM_ERR_DEVICE, e.what());
+    }
+    return KVMEM_OK;
+}
+
+kvmem_memory * kvmem_follower(kvmem_memory * leader) {
+    return leader->follower;
+}
+
+const float * kvmem_hidden_rows(const kvmem_memory * leader) {
+    return llama_get_embeddings_nextn(leader->ctx);
+}
+
+int kvmem_draft_decode(kvmem_memory * follower, const int32_t * cells, const int32_t * tokens, const int32_t * pos,
+        const float * first_row, const float * rows, uint32_t n, int wants_result) {
+    if (const int status = kvmem_cells_place(follower, cells, n)) {
+        return status;
+    }
+    const size_t n_embd = llama_model_n_embd_out(llama_get_model(follower->ctx));
+    auto *       batch  = follower->batch;
+    llama_batch_ext_clear(batch);
+    for (uint32_t i = 0; i < n; ++i) {
+        const int32_t at = llama_batch_ext_add_token(batch, 0, tokens[i]);
+        if (at < 0 || !llama_batch_ext_set_pos(batch, at, &pos[i]) ||
+                !llama_batch_ext_set_embd_state(
+                        batch, at, { i == 0 ? first_row : rows + (i - 1) * n_embd, 1, n_embd })) {
+            return fail(KVMEM_ERR_ARGUMENT, "a token that the MTP head cannot take");
+        }
+    }
+    llama_batch_ext_set_output_logits(batch, (int32_t) n - 1, wants_result != 0);
+    if (llama_process(follower->ctx, LLAMA_PROCESS_TYPE_DECODE, batch) != 0) {
+        kvmem_draft_forget(follower, cells, n);
+        return fail(KVMEM_ERR_DEVICE, "llama.cpp could not run the MTP head");
+    }
+    return KVMEM_OK;
+}
+
+int kvmem_draft_result(kvmem_memory * follower, int32_t * token, float * row) {
+    const float * logits = llama_get_logits_ith(follower->ctx, -1);
+    const float * hidden = llama_get_embeddings_nextn_ith(follower->ctx, -1);
+    if (!logits || !hidden) {
+        return fail(KVMEM_ERR_STATE, "the MTP head was not asked for a result");
+    }
+    const auto * model   = llama_get_model(follower->ctx);
+    const int    n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    *token               = (int32_t) (std::max_element(logits, logits + n_vocab) - logits);
+    memcpy(row, hidden, llama_model_n_embd_out(model) * sizeof(float));
+    return KVMEM_OK;
+}
+
+int kvmem_draft_forget(kvmem_memory * follower, const int32_t * cells, uint32_t n) {
+    for (uint32_t i = 0; i < n; ++i) {
+        if (const int status = kvmem_cells_clear(follower, cells[i], 1)) {
+            return status;
+        }
+    }
+    return KVMEM_OK;
+}

@@ -1,0 +1,182 @@
+"""When drafts are made, when they rest, and what a reply that is dropped leaves behind."""
+
+from pathlib import Path
+
+import pytest
+from engines import ENDLESS, ask, make_config, random_tokens, record
+from handset import SCRIPT, write_handset
+
+from kvmem.config import DraftConfig, EngineConfig, MemoryConfig, ModelConfig
+from kvmem.engine.draft import PLAIN_PERIOD, REST_REQUESTS, WINDOW_REQUESTS, Worth
+from kvmem.engine.engine import Engine
+from kvmem.engine.events import TokenEvent
+from kvmem.engine.prompt import Prompt
+from kvmem.engine.sampling import GenerateParams
+from kvmem.errors import ConfigError, ModelError
+
+
+def request(worth: Worth, *, drafted_s: float, plain_s: float, tokens: int = 2) -> str:
+    """A request of 33 steps, one of them plain if drafts are on."""
+    for _ in range(PLAIN_PERIOD):
+        if worth.take_turn():
+            worth.count(tokens, 3, drafted_s)
+        else:
+            worth.count(1, 0, plain_s)
+    return worth.end_request()
+
+
+def test_drafts_that_pay_stay_on() -> None:
+    worth = Worth()
+    for _ in range(5 * WINDOW_REQUESTS):
+        assert request(worth, drafted_s=0.019, plain_s=0.010) == ""
+    assert not worth.is_off
+
+
+def test_drafts_that_lose_over_a_window_rest_and_say_so() -> None:
+    worth = Worth()
+    for _ in range(WINDOW_REQUESTS - 1):
+        assert request(worth, drafted_s=0.022, plain_s=0.010) == ""
+    note = request(worth, drafted_s=0.022, plain_s=0.010)
+    assert note == (
+        "drafts rest for 32 requests: over the last 8 a token took 11.00 ms with them and 10.00 ms "
+        "without, at 2.00 tokens a step"
+    )
+    for _ in range(REST_REQUESTS):
+        assert not worth.take_turn()
+        assert worth.end_request() == note
+    assert not worth.is_off
+    # a new window begins, and it may turn out otherwise
+    for _ in range(2 * WINDOW_REQUESTS):
+        assert request(worth, drafted_s=0.015, plain_s=0.010) == ""
+
+
+def test_one_bad_request_is_no_window() -> None:
+    worth = Worth()
+    for i in range(3 * WINDOW_REQUESTS):
+        bad = i % WINDOW_REQUESTS == 0
+        assert request(worth, drafted_s=0.05 if bad else 0.012, plain_s=0.010) == ""
+
+
+def test_few_steps_say_nothing() -> None:
+    worth = Worth()
+    for _ in range(PLAIN_PERIOD - 1):
+        worth.take_turn()
+        worth.count(1, 3, 1.0)
+        worth.count(1, 0, 0.1)
+        assert worth.end_request() == ""
+
+
+def test_a_head_that_is_always_wrong_is_left_alone(tmp_path: Path) -> None:
+    script = [f"word{i} " for i in range(40)]
+    path = write_handset(tmp_path / "wrong.gguf", script=script, wrong_drafts=range(41))
+    with record(path, n_drafts=5, budget_tokens=2048) as recorded:
+        prompt = tuple(recorded.engine.vocab.tokenize("hello[go]"))
+        replies = [ask(recorded.session, prompt, max_tokens=39) for _ in range(WINDOW_REQUESTS + 3)]
+        assert len({reply.tokens for reply in replies}) == 1
+        assert all(reply.stats.draft_n > 100 for reply in replies[:WINDOW_REQUESTS])
+        assert not any(reply.stats.memory.notes for reply in replies[: WINDOW_REQUESTS - 1])
+        for reply in replies[WINDOW_REQUESTS:]:
+            assert reply.stats.draft_n == reply.stats.draft_n_accepted == 0
+            assert "drafts rest" in " ".join(reply.stats.memory.notes)
+        recorded.memory.check()
+
+
+def test_a_dropped_reply_leaves_what_was_yielded(handset: Path) -> None:
+    """Save the last token, as without drafts: also where more of a batch had been accepted."""
+    for n_drafts in (0, 5):
+        for n_taken in range(1, len(SCRIPT) + 1):
+            with record(handset, n_drafts=n_drafts) as recorded:
+                prompt = tuple(recorded.engine.vocab.tokenize("hello[go]"))
+                events = recorded.session.generate(Prompt(tokens=prompt), GenerateParams())
+                said = []
+                for event in events:
+                    if isinstance(event, TokenEvent):
+                        said.append(event.token)
+                        if len(said) == n_taken:
+                            break
+                events.close()
+                assert recorded.session.tokens.tolist() == [*prompt, *said[:-1]]
+                recorded.memory.check()
+                rest = ask(recorded.session, (*prompt, *said), max_tokens=len(SCRIPT) - n_taken)
+                assert [recorded.engine.vocab.detokenize([t]) for t in (*said, *rest.tokens)] == [
+                    *SCRIPT
+                ]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 7])
+def test_a_reply_has_as_many_tokens_as_it_may(max_tokens: int, tiny_qwen35_mtp: Path) -> None:
+    with record(tiny_qwen35_mtp, n_drafts=3) as recorded:
+        reply = ask(recorded.session, random_tokens(50), max_tokens=max_tokens)
+        assert len(reply.tokens) == max_tokens
+        assert reply.done.reason == "length"
+        assert recorded.session.n_tokens == 50 + max_tokens - 1
+
+
+def test_it_ends_where_the_workspace_does(tiny_qwen35_mtp: Path) -> None:
+    ends = []
+    for n_drafts in (0, 4):
+        with record(tiny_qwen35_mtp, n_drafts=n_drafts, workspace_tokens=256) as recorded:
+            reply = ask(recorded.session, random_tokens(230), max_tokens=None)
+            ends.append((reply.tokens, reply.done.reason, recorded.session.n_tokens))
+    assert ends[0] == ends[1]
+    assert ends[0][2] == 255
+
+
+def test_device_memory_counts_the_head_and_stays_flat(tiny_qwen35_mtp: Path) -> None:
+    with record(tiny_qwen35_mtp) as recorded:
+        plain = recorded.memory.device_bytes
+    with record(tiny_qwen35_mtp, n_drafts=3) as recorded:
+        ask(recorded.session, random_tokens(300))
+        n_bytes = recorded.memory.device_bytes
+        row = 2 * 2 * 2 * 32  # K and V, two heads of 32, F16
+        assert n_bytes == plain + 10 * 32 * row
+        ask(recorded.session, random_tokens(2000, seed=1))
+        assert recorded.memory.device_bytes == n_bytes
+        assert recorded.engine.facts.draft_bytes_per_token == row
+
+
+def test_a_model_without_a_head_says_so(tiny_qwen35: Path, tiny_llama: Path) -> None:
+    for path in (tiny_qwen35, tiny_llama):
+        with pytest.raises(ModelError, match="one MTP block; leave --spec-type out"):
+            Engine(make_config(path, n_drafts=3))
+
+
+@pytest.mark.parametrize("n_max", [0, 6])
+def test_a_step_has_one_to_five_drafts(n_max: int) -> None:
+    with pytest.raises(ConfigError, match=r"spec_draft_n_max is .*from 1 to 5"):
+        DraftConfig(spec_type="draft-mtp", n_max=n_max)
+
+
+def test_settings_that_do_not_go_with_drafts(tiny_qwen35_mtp: Path) -> None:
+    model = ModelConfig(path=tiny_qwen35_mtp)
+    draft = DraftConfig(spec_type="draft-mtp", n_max=4)
+    with pytest.raises(ConfigError, match="none with --no-kvmem"):
+        EngineConfig(model=model, memory=MemoryConfig(enabled=False), draft=draft)
+    with pytest.raises(ConfigError, match="ubatch_tokens is 4, but must be above"):
+        EngineConfig(model=model, memory=MemoryConfig(batch_tokens=4), draft=draft)
+
+
+def test_the_type_of_the_head_is_its_own(tiny_qwen35_mtp: Path) -> None:
+    sizes = []
+    for kind in ("f16", "q8_0"):
+        config = make_config(tiny_qwen35_mtp, n_drafts=2)
+        draft = DraftConfig(spec_type="draft-mtp", n_max=2, type_kv=kind)
+        with Engine(EngineConfig(model=config.model, memory=config.memory, draft=draft)) as engine:
+            sizes.append(engine.facts.draft_bytes_per_token)
+            reply = ask(engine.session(), random_tokens(400), max_tokens=20)
+            assert reply.stats.draft_n > 0
+    assert sizes == [256, 136]
+
+
+def test_the_sampler_ends_a_reply_inside_a_batch(handset: Path) -> None:
+    """A draft that is an end token, or one that a request stops at, ends the batch."""
+    with record(handset, n_drafts=5) as recorded:
+        vocab = recorded.engine.vocab
+        prompt = tuple(vocab.tokenize("hello[go]"))
+        stop = vocab.tokenize(SCRIPT[3])[0]
+        params = GenerateParams(sampling=ENDLESS, stop_tokens=frozenset({stop}))
+        events = list(recorded.session.generate(Prompt(tokens=prompt), params))
+        said = [event.token for event in events if isinstance(event, TokenEvent)]
+        assert said == [vocab.tokenize(text)[0] for text in SCRIPT[:4]]
+        assert recorded.session.n_tokens == len(prompt) + 3
+        recorded.memory.check()
