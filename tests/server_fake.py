@@ -10,8 +10,10 @@ from typing import Any
 
 from starlette.applications import Starlette
 
+from kvmem.chat.completion import CompletionRequest, RenderedCompletion
 from kvmem.chat.render import ChatRenderer, RenderedChat
 from kvmem.chat.request import ChatRequest, RequestDefaults
+from kvmem.chat.text import tokenize_mixed
 from kvmem.config import ServerConfig
 from kvmem.engine.events import Done, Event, PromptProgress, StopReason, TokenEvent
 from kvmem.engine.prompt import Prompt
@@ -86,6 +88,22 @@ class FakeBackend:
             sampling=request.sampling,
             max_tokens=request.max_tokens,
             n_logprobs=request.n_logprobs,
+        )
+
+    def render_completion(self, request: CompletionRequest) -> RenderedCompletion:
+        tokenizer: Any = self.tokenizer
+        prompts = [
+            Prompt(tokens=tuple(tokenize_mixed(text, tokenizer, add_special=True)))
+            for text in request.prompts
+            for _ in range(request.n)
+        ]
+        params = GenerateParams(sampling=request.sampling, max_tokens=request.max_tokens)
+        texts = [b"".join(map(tokenizer.piece, prompt.tokens)).decode() for prompt in prompts]
+        return RenderedCompletion(
+            prompts=tuple(prompts),
+            texts=tuple(texts),
+            params=(params,) * len(prompts),
+            settings={"n_predict": request.max_tokens},
         )
 
     def generate(

@@ -33,8 +33,9 @@ def kvmem_flags(flags: argparse.Namespace) -> list[str]:
         "--chat-template": flags.chat_template,
         "--chat-template-file": flags.chat_template_file,
     }
+    thinking = {"on": ["--enable-thinking"], "off": ["--no-think"]}.get(flags.reasoning, [])
     words = [word for name, value in said.items() if value for word in (name, str(value))]
-    return [*words, "--verbose"] if flags.verbose else words
+    return [*words, *thinking, *(["--verbose"] if flags.verbose else [])]
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def test_a_whole_reply() -> None:
             "prompt_per_second": 4.0,
             "predicted_n": 2,
             "predicted_ms": 250.0,
-            "predicted_per_token_ms": 125.0,
+            "predicted_per_token_ms": 250.0,
             "predicted_per_second": 4.0,
         },
     }

@@ -94,9 +94,19 @@ KVMEM_BRIDGE_API int kvmem_sampler_init(
 KVMEM_BRIDGE_API int  kvmem_sampler_clone(const kvmem_sampler * sampler, kvmem_sampler ** out);
 KVMEM_BRIDGE_API void kvmem_sampler_free(kvmem_sampler * sampler);
 
+// What the parameters come to with llama.cpp's defaults: {"seed", "temperature", .., "logit_bias": [{"token", "bias"}, ..],
+// "samplers": [..]}. A bias of null is minus infinity.
+KVMEM_BRIDGE_API int kvmem_sampler_describe(
+        const struct llama_model * model, const char * params, size_t n_params, char ** text, size_t * n_text);
+
 // Choose a token from the logits of one output row of the last batch, without accepting it.
 KVMEM_BRIDGE_API int kvmem_sampler_sample(
         kvmem_sampler * sampler, struct llama_context * ctx, int32_t row, int32_t * token);
+
+// Between which tokens the last sample chose, the likeliest first, and their chances, all above 0.
+// n_candidates: in, how many there is room for; out, how many there are.
+KVMEM_BRIDGE_API int kvmem_sampler_candidates(
+        kvmem_sampler * sampler, int32_t * tokens, float * chances, size_t * n_candidates);
 
 // Add a token to the penalty history. A generated token also advances the grammar, if there is one, and then has
 // to be the one that was sampled last: the grammar aborts the process on a token that it does not allow.

@@ -182,37 +182,100 @@ static void read_reasoning(common_params_sampling & params, const llama_vocab * 
     params.reasoning_budget_forced = tokenize(value.value("message", "") + first_end);
 }
 
+// the parameters that a sampler for this model gets
+static common_params_sampling resolve(const llama_vocab * vocab, const std::string & params) {
+    common_json json;
+    try {
+        json = common_json::parse(params);
+    } catch (const common_json_error & e) {
+        throw kvmem_invalid(e.what());
+    }
+    common_params_sampling sampling = read_params(json);
+    const int32_t          n_vocab  = llama_vocab_n_tokens(vocab);
+    if (json.contains("reasoning")) {
+        try {
+            read_reasoning(sampling, vocab, json.at("reasoning"));
+        } catch (const common_json_error & e) {
+            throw kvmem_invalid(std::string("reasoning: ") + e.what());
+        }
+    }
+    for (const auto & bias : sampling.logit_bias) {
+        if (bias.token < 0 || bias.token >= n_vocab) {
+            throw kvmem_invalid("logit_bias: token " + std::to_string(bias.token) + " is not in the vocabulary");
+        }
+    }
+    if (sampling.ignore_eos) { // common_sampler_init leaves this to its callers
+        for (llama_token token = 0; token < n_vocab; token++) {
+            if (llama_vocab_is_eog(vocab, token)) {
+                sampling.logit_bias.push_back({ token, -INFINITY });
+            }
+        }
+    }
+    return sampling;
+}
+
+static common_json describe(const common_params_sampling & params) {
+    common_json samplers = common_json::array();
+    for (const auto type : params.samplers) {
+        samplers.push_back(common_sampler_type_to_str(type));
+    }
+    common_json biases = common_json::array();
+    for (const auto & bias : params.logit_bias) {
+        common_json value = nullptr; // stands for minus infinity
+        if (std::isfinite(bias.bias)) {
+            value = bias.bias;
+        }
+        biases.push_back({ { "token", bias.token }, { "bias", value } });
+    }
+    return {
+        { "seed", params.seed },
+        { "temperature", params.temp },
+        { "dynatemp_range", params.dynatemp_range },
+        { "dynatemp_exponent", params.dynatemp_exponent },
+        { "top_k", params.top_k },
+        { "top_p", params.top_p },
+        { "min_p", params.min_p },
+        { "top_n_sigma", params.top_n_sigma },
+        { "xtc_probability", params.xtc_probability },
+        { "xtc_threshold", params.xtc_threshold },
+        { "typical_p", params.typ_p },
+        { "repeat_last_n", params.penalty_last_n },
+        { "repeat_penalty", params.penalty_repeat },
+        { "presence_penalty", params.penalty_present },
+        { "frequency_penalty", params.penalty_freq },
+        { "dry_multiplier", params.dry_multiplier },
+        { "dry_base", params.dry_base },
+        { "dry_allowed_length", params.dry_allowed_length },
+        { "dry_penalty_last_n", params.dry_penalty_last_n },
+        { "dry_sequence_breakers", params.dry_sequence_breakers },
+        { "mirostat", params.mirostat },
+        { "mirostat_tau", params.mirostat_tau },
+        { "mirostat_eta", params.mirostat_eta },
+        { "adaptive_target", params.adaptive_target },
+        { "adaptive_decay", params.adaptive_decay },
+        { "ignore_eos", params.ignore_eos },
+        { "logit_bias", biases },
+        { "min_keep", params.min_keep },
+        { "grammar", common_grammar_value(params.grammar) },
+        { "grammar_lazy", params.grammar_lazy },
+        { "samplers", samplers },
+    };
+}
+
+int kvmem_sampler_describe(
+        const struct llama_model * model, const char * params, size_t n_params, char ** text, size_t * n_text) {
+    return kvmem_guard([&] {
+        const auto sampling = resolve(llama_model_get_vocab(model), std::string(params, n_params));
+        kvmem_guard_hand_out(describe(sampling).dump(), text, n_text);
+    });
+}
+
 int kvmem_sampler_init(const struct llama_model * model, const char * params, size_t n_params, kvmem_sampler ** out) {
     return kvmem_guard([&] {
         kvmem_guard_silence_log();
-        common_json json;
-        try {
-            json = common_json::parse(std::string(params, n_params));
-        } catch (const common_json_error & e) {
-            throw kvmem_invalid(e.what());
-        }
-        common_params_sampling sampling = read_params(json);
         const llama_vocab *    vocab    = llama_model_get_vocab(model);
         const int32_t          n_vocab  = llama_vocab_n_tokens(vocab);
-        if (json.contains("reasoning")) {
-            try {
-                read_reasoning(sampling, vocab, json.at("reasoning"));
-            } catch (const common_json_error & e) {
-                throw kvmem_invalid(std::string("reasoning: ") + e.what());
-            }
-        }
-        for (const auto & bias : sampling.logit_bias) {
-            if (bias.token < 0 || bias.token >= n_vocab) {
-                throw kvmem_invalid("logit_bias: token " + std::to_string(bias.token) + " is not in the vocabulary");
-            }
-        }
-        if (sampling.ignore_eos) { // common_sampler_init leaves this to its callers
-            for (llama_token token = 0; token < n_vocab; token++) {
-                if (llama_vocab_is_eog(vocab, token)) {
-                    sampling.logit_bias.push_back({ token, -INFINITY });
-                }
-            }
-        }
+        common_params_sampling sampling = resolve(vocab, std::string(params, n_params));
         auto sampler = std::make_unique<kvmem_sampler>();
         try {
             sampler->sampler.reset(common_sampler_init(model, sampling));
@@ -250,6 +313,20 @@ int kvmem_sampler_sample(kvmem_sampler * sampler, struct llama_context * ctx, in
         }
         sampler->sampled = common_sampler_sample(sampler->sampler.get(), ctx, row);
         *token           = sampler->sampled;
+    });
+}
+
+int kvmem_sampler_candidates(kvmem_sampler * sampler, int32_t * tokens, float * chances, size_t * n_candidates) {
+    return kvmem_guard([&] {
+        const auto * found = common_sampler_get_candidates(sampler->sampler.get(), /* do_sort= */ true);
+        size_t       n     = 0;
+        for (size_t i = 0; i < found->size && n < *n_candidates; i++) {
+            if (found->data[i].p > 0.0f) {
+                tokens[n]    = found->data[i].id;
+                chances[n++] = found->data[i].p;
+            }
+        }
+        *n_candidates = n;
     });
 }
 

@@ -19,6 +19,7 @@ from kvmem.chat.format import TemplateFormat
 from kvmem.chat.messages import Message
 from kvmem.chat.reply import Parser, PlainParser, ReplyReader, ThinkingTags
 from kvmem.chat.request import ChatRequest
+from kvmem.chat.sampling import resolve_biases
 from kvmem.engine.prompt import Prompt, RoleSpan, Span
 from kvmem.engine.sampling import GenerateParams, SamplingParams
 from kvmem.errors import RequestError, UnsupportedContentError
@@ -156,6 +157,8 @@ class ChatRenderer:
             }
             sampling = replace(sampling, **missing)
         bound: dict[str, object] = {"generation_prompt": result["generation_prompt"]}
+        if "logit_bias" in sampling.extra:
+            bound["logit_bias"] = resolve_biases(sampling.extra["logit_bias"], self._vocab)
         if request.grammar is not None:
             if thinking.is_open:
                 raise FieldError(

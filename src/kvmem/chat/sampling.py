@@ -1,15 +1,18 @@
 """Sampling fields of a request, and where its reply ends: the same for every kind of completion."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from kvmem.chat.fields import FieldError, read_bool, read_integer, read_list, read_number
+from kvmem.chat.text import Tokenizer
 from kvmem.engine.sampling import SamplingParams
 
-__all__ = ["read_max_tokens", "read_sampling", "read_stop"]
+__all__ = ["MAX_SEED", "read_max_tokens", "read_sampling", "read_stop", "resolve_biases"]
 
+NUMBER = re.compile(r"-?\d{1,18}")
 MAX_SEED = (1 << 32) - 1
 MAX_LAST_N = 1 << 20  # -1 asks for the whole history; the sampler wants a number
 
@@ -97,27 +100,38 @@ def read_sampling(body: dict[str, Any], defaults: SamplingParams) -> SamplingPar
     return replace(defaults, extra={**defaults.extra, **extra}, **changes)
 
 
-def _read_logit_bias(body: dict[str, Any]) -> list[list[float | None]]:
-    """{"id": bias} as OpenAI has it, or llama-server's [[id, bias], ...]; false forbids a token."""
+def resolve_biases(biases: Any, tokenizer: Tokenizer) -> list[list[float | None]]:
+    """The same with ids alone: a text stands for each of its tokens."""
+    return [
+        [token, bias]
+        for named, bias in biases
+        for token in (tokenizer.tokenize(named) if isinstance(named, str) else [named])
+    ]
+
+
+def _read_logit_bias(body: dict[str, Any]) -> list[list[int | str | float | None]]:
+    """{"id": bias} as OpenAI has it, or llama-server's [[id, bias], ...]; false forbids a token.
+
+    What is no number is a text: resolve_biases knows its tokens.
+    """
     value = body.get("logit_bias")
     if value is None:
         return []
     pairs = list(value.items()) if isinstance(value, dict) else value
     if not isinstance(pairs, list):
         raise FieldError("logit_bias", "must be an object from token ids to numbers")
-    biases: list[list[float | None]] = []
+    biases: list[list[int | str | float | None]] = []
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise FieldError("logit_bias", "must hold pairs of a token id and a number")
         token, bias = pair
-        try:
-            token_id = int(token)
-        except (TypeError, ValueError):
-            raise FieldError("logit_bias", "must name tokens by their ids") from None
+        if isinstance(token, bool) or not isinstance(token, int | str):
+            raise FieldError("logit_bias", "must name tokens by their ids or texts")
+        named = int(token) if isinstance(token, int) or NUMBER.fullmatch(token) else token
         if bias is False:
-            biases.append([token_id, None])
+            biases.append([named, None])
         elif isinstance(bias, bool) or not isinstance(bias, int | float):
             raise FieldError("logit_bias", "must hold numbers (or false, which forbids a token)")
         else:
-            biases.append([token_id, float(bias)])
+            biases.append([named, float(bias)])
     return biases

@@ -56,6 +56,11 @@ class ReplyText:
         """Whether a stop text has come: the reply is to be ended."""
         return self._matcher.matched is not None
 
+    @property
+    def stopped_by(self) -> str:
+        """That stop text, or nothing."""
+        return self._matcher.matched or ""
+
     def feed(self, piece: bytes) -> str:
         """The text that a token's bytes complete; often nothing."""
         return self._matcher.feed(self._decoder.decode(piece))

@@ -43,10 +43,14 @@ cdef extern from "kvmem-bridge.h" nogil:
 
     int kvmem_sampler_init(const llama_model *model, const char *params, size_t n_params,
                            kvmem_sampler **out)
+    int kvmem_sampler_describe(const llama_model *model, const char *params, size_t n_params,
+                               char **text, size_t *n_text)
     int kvmem_sampler_clone(const kvmem_sampler *sampler, kvmem_sampler **out)
     void kvmem_sampler_free(kvmem_sampler *sampler)
     int kvmem_sampler_sample(kvmem_sampler *sampler, llama_context *ctx, int32_t row,
                              int32_t *token)
+    int kvmem_sampler_candidates(kvmem_sampler *sampler, int32_t *tokens, float *chances,
+                                 size_t *n_candidates)
     int kvmem_sampler_accept(kvmem_sampler *sampler, int32_t token, int is_generated)
     int kvmem_sampler_accept_prompt(kvmem_sampler *sampler, const int32_t *tokens,
                                     size_t n_tokens)

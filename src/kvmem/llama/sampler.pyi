@@ -1,5 +1,5 @@
 from collections.abc import Mapping
-from typing import Self, final
+from typing import Any, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from kvmem.llama.context import Context
 from kvmem.llama.model import Model
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "describe_sampling"]
 
 @final
 class Sampler:
@@ -17,8 +17,13 @@ class Sampler:
     def __enter__(self) -> Self: ...
     def __exit__(self, *exc: object) -> None: ...
     def sample(self, context: Context, row: int = -1) -> int: ...
+    def candidates(self, n_most: int) -> list[tuple[int, float]]: ...
     def accept(self, token: int, *, is_generated: bool = True) -> None: ...
     def accept_prompt(self, tokens: NDArray[np.int32]) -> None: ...
     def clone(self) -> Sampler: ...
     @property
     def seed(self) -> int: ...
+
+def describe_sampling(
+    model: Model, params: Mapping[str, object] | None = None
+) -> dict[str, Any]: ...

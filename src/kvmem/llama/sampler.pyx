@@ -3,6 +3,7 @@
 import json
 
 cimport cython
+import numpy as np
 from libc.stdint cimport int32_t
 
 from kvmem.errors import CapacityError, EngineError, RequestError, StateError
@@ -11,7 +12,7 @@ from kvmem.llama.c_llama cimport llama_context, llama_model
 from kvmem.llama.context cimport Context
 from kvmem.llama.model cimport Model
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "describe_sampling"]
 
 
 @cython.final
@@ -40,11 +41,7 @@ cdef class Sampler:
         cdef int status
         if self._ptr != NULL:
             raise StateError("a Sampler is made once")
-        try:
-            data = json.dumps(dict(params or {}), allow_nan=False).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            reason = f"the sampling parameters cannot be written as JSON: {error}"
-            raise RequestError(reason) from None
+        data = _as_json(params)
         chars = data
         n_chars = len(data)
         self.model = model
@@ -90,6 +87,20 @@ cdef class Sampler:
         _check(status)
         return token
 
+    def candidates(self, int n_most):
+        """Between which tokens the last sample chose: (token, chance), the likeliest first.
+
+        At most ``n_most``, and none whose chance is 0. Penalties, temperature and all cuts count.
+        """
+        cdef c.kvmem_sampler *handle = self.get()
+        cdef size_t n = max(n_most, 0)
+        tokens = np.empty(n + 1, np.int32)
+        chances = np.empty(n + 1, np.float32)
+        cdef int32_t[::1] token_view = tokens
+        cdef float[::1] chance_view = chances
+        _check(c.kvmem_sampler_candidates(handle, &token_view[0], &chance_view[0], &n))
+        return list(zip(tokens[:n].tolist(), chances[:n].tolist(), strict=True))
+
     def accept(self, int token, *, bint is_generated=True):
         """Put ``token`` into the penalty history; a generated one also advances the grammar."""
         _check(c.kvmem_sampler_accept(self.get(), token, is_generated))
@@ -116,6 +127,38 @@ cdef class Sampler:
     def seed(self):
         """The seed in use, also where a random one was drawn."""
         return c.kvmem_sampler_seed(self.get())
+
+
+def describe_sampling(Model model not None, params=None):
+    """What ``params`` come to, llama.cpp's defaults included, under llama-server's names.
+
+    logit_bias is a list of {"token", "bias"}, where None is minus infinity.
+
+    Raises:
+        RequestError: as Sampler.
+    """
+    cdef bytes data = _as_json(params)
+    cdef const char *chars = data
+    cdef size_t n_chars = len(data)
+    cdef const llama_model *handle = model.get()
+    cdef char *text = NULL
+    cdef size_t n_text = 0
+    cdef int status
+    with nogil:
+        status = c.kvmem_sampler_describe(handle, chars, n_chars, &text, &n_text)
+    _check(status)
+    try:
+        return json.loads(text[:n_text])
+    finally:
+        c.kvmem_bridge_text_free(text)
+
+
+def _as_json(params):
+    try:
+        return json.dumps(dict(params or {}), allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = f"the sampling parameters cannot be written as JSON: {error}"
+        raise RequestError(reason) from None
 
 
 cdef int _check(int status) except -1:

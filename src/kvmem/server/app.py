@@ -18,6 +18,7 @@ from kvmem.chat.request import RequestDefaults
 from kvmem.config import ServerConfig
 from kvmem.errors import KvmemError
 from kvmem.server.backend import Backend
+from kvmem.server.completions import CompletionApi
 from kvmem.server.errors import error_response, http_error_response
 from kvmem.server.routes import OPEN_PATHS, Api
 from kvmem.server.tokens import TokenApi
@@ -46,6 +47,7 @@ def create_app(
     )
     defaults = defaults or RequestDefaults()
     api = Api(worker, config.alias or "kvmem", defaults)
+    completions = CompletionApi(worker, config.alias or "kvmem", defaults)
     tokens = TokenApi(worker, defaults)
 
     @asynccontextmanager
@@ -57,7 +59,7 @@ def create_app(
             await run_in_threadpool(worker.stop)
 
     return Starlette(
-        routes=[*api.routes(), *tokens.routes()],
+        routes=[*api.routes(), *completions.routes(), *tokens.routes()],
         middleware=[Middleware(ApiKeys, keys=config.api_keys)],
         exception_handlers={
             KvmemError: _on_kvmem_error,

@@ -3,6 +3,11 @@
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from kvmem.chat.completion import (
+    CompletionRequest,
+    RenderedCompletion,
+    render_completion,
+)
 from kvmem.chat.render import ChatRenderer, RenderedChat
 from kvmem.chat.request import ChatRequest
 from kvmem.chat.text import Tokenizer
@@ -25,6 +30,7 @@ class Backend(Protocol):
     @property
     def tokenizer(self) -> Tokenizer: ...
     def render(self, request: ChatRequest) -> RenderedChat: ...
+    def render_completion(self, request: CompletionRequest) -> RenderedCompletion: ...
     def generate(
         self, prompt: Prompt, params: GenerateParams, cancel: CancelToken
     ) -> Iterator[Event]: ...
@@ -61,6 +67,9 @@ class EngineBackend:
 
     def render(self, request: ChatRequest) -> RenderedChat:
         return self._renderer.render(request)
+
+    def render_completion(self, request: CompletionRequest) -> RenderedCompletion:
+        return render_completion(request, self._engine.vocab)
 
     def generate(
         self, prompt: Prompt, params: GenerateParams, cancel: CancelToken

@@ -20,7 +20,14 @@ from kvmem.server.errors import error_body
 from kvmem.server.sse import Reply, ReplyShape
 from kvmem.server.worker import Generation
 
-__all__ = ["EventStream", "cancel_on_disconnect", "first_event", "read_whole"]
+__all__ = [
+    "SILENCE_S",
+    "EventLines",
+    "EventStream",
+    "cancel_on_disconnect",
+    "first_event",
+    "read_whole",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -41,13 +48,14 @@ async def first_event(generation: Generation) -> Event | None:
 
 
 @asynccontextmanager
-async def cancel_on_disconnect(request: Request, generation: Generation) -> AsyncIterator[None]:
-    """Cancels the generation when the client goes. The body must have been read."""
+async def cancel_on_disconnect(request: Request, *generations: Generation) -> AsyncIterator[None]:
+    """Cancels the generations when the client goes. The body must have been read."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        generation.abandon()
+        for generation in generations:
+            generation.abandon()
 
     task = asyncio.create_task(watch())
     try:
@@ -70,19 +78,13 @@ async def read_whole(generation: Generation, reader: ReplyReader) -> Reply:
     raise Cancelled("the reply was cut short")
 
 
-class EventStream(StreamingResponse):
-    """A reply as server-sent events. However it ends, the generation ends with it."""
+class EventLines(StreamingResponse):
+    """Server-sent events. However they end, the generations that they tell of end with them."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        first: Event | None,
-        shape: ReplyShape,
-        reader: ReplyReader,
-    ) -> None:
-        self._generation = generation
+    def __init__(self, generations: Sequence[Generation], lines: AsyncIterator[bytes]) -> None:
+        self._generations = generations
         super().__init__(
-            _events(generation, first, shape, reader),
+            lines,
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
@@ -91,7 +93,21 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._generation.cancel()
+            for generation in self._generations:
+                generation.cancel()
+
+
+class EventStream(EventLines):
+    """A chat reply as server-sent events."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        first: Event | None,
+        shape: ReplyShape,
+        reader: ReplyReader,
+    ) -> None:
+        super().__init__([generation], _events(generation, first, shape, reader))
 
 
 @dataclass(frozen=True, slots=True)

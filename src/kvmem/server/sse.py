@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from kvmem.chat.reply import CallDelta, Delta, ReplyMessage, ReplyReader
-from kvmem.engine.events import Done
+from kvmem.engine.events import Done, PromptProgress
 from kvmem.engine.logprobs import TokenLogprob, TokenLogprobs
 from kvmem.engine.stats import RequestStats
 from kvmem.llama.runtime import build_number
@@ -17,6 +17,7 @@ from kvmem.llama.runtime import build_number
 __all__ = [
     "COMMENT",
     "END",
+    "Progress",
     "Reply",
     "ReplyShape",
     "encode",
@@ -27,6 +28,26 @@ __all__ = [
 
 COMMENT = b":\n\n"
 END = b"data: [DONE]\n\n"
+
+
+class Progress:
+    """How far the reading of one prompt is, in llama-server's words."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._reused: int | None = None
+
+    def of(self, event: PromptProgress) -> dict[str, Any]:
+        """`prompt_progress`, for the part of a stream that tells it."""
+        if self._reused is None:  # the first one says what was reused
+            self._reused = event.n_done
+        fields = {
+            "total": event.n_total,
+            "cache": self._reused,
+            "processed": event.n_done,
+            "time_ms": int((time.perf_counter() - self._began) * 1e3),
+        }
+        return {"prompt_progress": fields}
 
 
 @cache
@@ -59,6 +80,7 @@ def timings_of(stats: RequestStats) -> dict[str, Any]:
     read = stats.prompt_tokens - stats.cached_tokens
     decoded = stats.completion_tokens
     drafts = {"draft_n": stats.draft_n, "draft_n_accepted": stats.draft_n_accepted}
+    steps = decoded - 1  # the first token costs no step: it comes from the prompt's last batch
     return {
         "cache_n": stats.cached_tokens,
         "prompt_n": read,
@@ -67,7 +89,7 @@ def timings_of(stats: RequestStats) -> dict[str, Any]:
         "prompt_per_second": stats.prompt_per_s,
         "predicted_n": decoded,
         "predicted_ms": stats.decode_s * 1e3,
-        "predicted_per_token_ms": stats.decode_s * 1e3 / decoded if decoded else 0.0,
+        "predicted_per_token_ms": stats.decode_s * 1e3 / steps if steps > 0 else 0.0,
         "predicted_per_second": stats.decode_per_s,
         **(drafts if stats.draft_n else {}),
     }

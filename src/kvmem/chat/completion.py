@@ -1,0 +1,203 @@
+"""Requests for plain completions: a text, or tokens, to be gone on with.
+
+llama-server's own form and OpenAI's old one differ in few names; what is read here serves both.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvmem.chat.fields import (
+    FieldError,
+    read_bool,
+    read_integer,
+    read_list,
+    read_object,
+    read_text,
+)
+from kvmem.chat.request import RequestDefaults
+from kvmem.chat.sampling import (
+    MAX_SEED,
+    read_max_tokens,
+    read_sampling,
+    read_stop,
+    resolve_biases,
+)
+from kvmem.chat.schema import find_unenforced
+from kvmem.chat.text import MixedText, read_mixed_text, tokenize_mixed
+from kvmem.engine.prompt import Prompt
+from kvmem.engine.sampling import GenerateParams, SamplingParams
+from kvmem.errors import RequestError, UnsupportedContentError
+from kvmem.llama.grammar import check_grammar, schema_grammar
+from kvmem.llama.model import Model
+from kvmem.llama.sampler import describe_sampling
+from kvmem.llama.vocab import Vocab
+
+__all__ = [
+    "CompletionRequest",
+    "RenderedCompletion",
+    "parse_completion_request",
+    "render_completion",
+]
+
+MAX_PROBS = 1024
+MAX_CHOICES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest:
+    """A completion as asked for.
+
+    prompts: each gets `n` replies of its own. is_list: whether they came as a list.
+    schema: JSON schema, and grammar: GBNF, that replies must follow.
+    max_tokens: None for the room in the workspace.
+    n_probs: likeliest tokens to report beside each chosen one; 0 for no report.
+    fields: of llama-server's reply, the only ones that are wanted; empty for all.
+    """
+
+    prompts: tuple[MixedText, ...]
+    is_list: bool = False
+    n: int = 1
+    schema: Mapping[str, Any] | None = None
+    grammar: str | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    n_probs: int = 0
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    with_tokens: bool = False
+    with_timings: bool = False
+    with_progress: bool = False
+    fields: tuple[str, ...] = ()
+
+    def params(self, vocab: Vocab) -> GenerateParams:
+        """How each reply is made. Raises FieldError: the grammar or the schema cannot be used."""
+        extra = dict(self.sampling.extra)
+        if grammar := self._grammar(vocab.model):
+            extra["grammar"] = grammar
+        if "logit_bias" in extra:
+            extra["logit_bias"] = resolve_biases(extra["logit_bias"], vocab)
+        return GenerateParams(
+            sampling=replace(self.sampling, extra=extra),
+            max_tokens=self.max_tokens,
+            n_logprobs=self.n_probs or None,
+        )
+
+    def _grammar(self, model: Model) -> str | None:
+        try:
+            if self.grammar is not None:
+                check_grammar(model, self.grammar)
+                return self.grammar
+            if self.schema is None:
+                return None
+            for fault in find_unenforced(self.schema, lambda text: check_grammar(model, text)):
+                raise FieldError("json_schema", f"cannot be enforced: {fault}")
+            return schema_grammar(self.schema)
+        except FieldError:
+            raise
+        except RequestError as error:
+            name = "json_schema" if self.grammar is None else "grammar"
+            raise FieldError(name, f"does not parse: {error}") from None
+
+
+def parse_completion_request(
+    body: dict[str, Any], defaults: RequestDefaults | None = None
+) -> CompletionRequest:
+    """Read the body of a completion. Raises FieldError and UnsupportedContentError."""
+    defaults = defaults or RequestDefaults()
+    prompts, is_list = _read_prompts(body)
+    schema = read_object(body, "json_schema")
+    grammar = read_text(body, "grammar") or None
+    if schema is not None and grammar is not None:
+        raise FieldError("json_schema", "and grammar exclude each other: give one")
+    for name in ("suffix", "best_of", "echo", "post_sampling_probs"):
+        if body.get(name) not in (None, False, "", 1):
+            raise UnsupportedContentError(f"{name} is not supported")
+    n_probs = read_integer(body, "n_probs", least=0, most=MAX_PROBS)
+    if n_probs is None and not isinstance(body.get("logprobs"), bool):
+        n_probs = read_integer(body, "logprobs", least=0, most=MAX_PROBS)
+    fields = read_list(body, "response_fields") or []
+    if not all(isinstance(name, str) for name in fields):
+        raise FieldError("response_fields", "must be a list of strings")
+    return CompletionRequest(
+        prompts=prompts,
+        is_list=is_list,
+        n=read_integer(body, "n", least=1, most=MAX_CHOICES) or 1,
+        schema=schema,
+        grammar=grammar,
+        sampling=read_sampling(body, defaults.sampling),
+        max_tokens=read_max_tokens(body, defaults.max_tokens),
+        n_probs=n_probs or 0,
+        stop=read_stop(body),
+        stream=read_bool(body, "stream") or False,
+        with_tokens=read_bool(body, "return_tokens") or False,
+        with_timings=read_bool(body, "timings_per_token") or False,
+        with_progress=read_bool(body, "return_progress") or False,
+        fields=tuple(fields),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedCompletion:
+    """A request as the model sees it: for each reply that is wanted, its prompt.
+
+    texts: the prompts as text. settings: what the sampling fields come to.
+    """
+
+    prompts: tuple[Prompt, ...]
+    texts: tuple[str, ...]
+    params: tuple[GenerateParams, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def render_completion(request: CompletionRequest, vocab: Vocab) -> RenderedCompletion:
+    """Raises RequestError: a token, the grammar or a sampling field cannot be used."""
+    params = request.params(vocab)
+    prompts = [
+        Prompt(
+            tokens=tuple(tokenize_mixed(text, vocab, add_special=True)),
+            query_fallback="a plain completion has no question",
+        )
+        for text in request.prompts
+        for _ in range(request.n)
+    ]
+    settings = describe_sampling(vocab.model, params.sampling.as_dict())
+    return RenderedCompletion(
+        prompts=tuple(prompts),
+        texts=tuple(vocab.detokenize(prompt.tokens) for prompt in prompts),
+        params=tuple(vary_seed(params, i % request.n) for i in range(len(prompts))),
+        settings={
+            **settings,
+            "n_predict": -1 if request.max_tokens is None else request.max_tokens,
+            "max_tokens": -1 if request.max_tokens is None else request.max_tokens,
+            "stop": list(request.stop),
+            "stream": request.stream,
+            "n_probs": request.n_probs,
+            "timings_per_token": request.with_timings,
+        },
+    )
+
+
+def vary_seed(params: GenerateParams, by: int) -> GenerateParams:
+    """The same with another seed, where one is set: replies of one prompt are to differ."""
+    sampling = params.sampling
+    if not by or sampling.seed in (None, -1):
+        return params
+    assert sampling.seed is not None
+    seed = (sampling.seed + by) & MAX_SEED
+    return replace(params, sampling=replace(sampling, seed=seed))
+
+
+def _read_prompts(body: dict[str, Any]) -> tuple[tuple[MixedText, ...], bool]:
+    """A list of token ids is one prompt, and so is one of ids and texts; others hold prompts."""
+    value = body.get("prompt")
+    if value is None:
+        raise FieldError("prompt", "must be given")
+    has_ids = isinstance(value, list) and any(
+        isinstance(part, int) and not isinstance(part, bool) for part in value
+    )
+    if not isinstance(value, list) or has_ids:
+        return (read_mixed_text(value, "prompt"),), False
+    if not value:
+        raise FieldError("prompt", "must not be an empty list")
+    return tuple(read_mixed_text(one, f"prompt[{i}]") for i, one in enumerate(value)), True
