@@ -94,8 +94,8 @@ KVMEM_BRIDGE_API int kvmem_sampler_init(
 KVMEM_BRIDGE_API int  kvmem_sampler_clone(const kvmem_sampler * sampler, kvmem_sampler ** out);
 KVMEM_BRIDGE_API void kvmem_sampler_free(kvmem_sampler * sampler);
 
-// What the parameters come to with llama.cpp's defaults: {"seed", "temperature", .., "logit_bias": [{"token", "bias"}, ..],
-// "samplers": [..]}. A bias of null is minus infinity.
+// What the parameters come to with llama.cpp's defaults: {"seed", "temperature", .., "logit_bias": [{"token", "bias"},
+// ..], "samplers": [..]}. A bias of null is minus infinity.
 KVMEM_BRIDGE_API int kvmem_sampler_describe(
         const struct llama_model * model, const char * params, size_t n_params, char ** text, size_t * n_text);
 

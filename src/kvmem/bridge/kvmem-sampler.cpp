@@ -276,7 +276,7 @@ int kvmem_sampler_init(const struct llama_model * model, const char * params, si
         const llama_vocab *    vocab    = llama_model_get_vocab(model);
         const int32_t          n_vocab  = llama_vocab_n_tokens(vocab);
         common_params_sampling sampling = resolve(vocab, std::string(params, n_params));
-        auto sampler = std::make_unique<kvmem_sampler>();
+        auto                   sampler  = std::make_unique<kvmem_sampler>();
         try {
             sampler->sampler.reset(common_sampler_init(model, sampling));
         } catch (const std::bad_alloc &) {
