@@ -167,7 +167,8 @@ def test_unknown_fields_and_hints_are_ignored() -> None:
             "stream_options.include_usage must be true or false, not a number",
         ),
         ({"stop": [1]}, "stop", "stop must be a string or a list of strings"),
-        ({"logit_bias": [[1.5, 1]]}, "logit_bias", "logit_bias must name tokens by their ids"),
+        ({"logit_bias": [[1.5, 1]]}, "logit_bias", "logit_bias must name tokens by their ids or "
+         "texts"),
         ({"logit_bias": {"1": "a"}}, "logit_bias", "logit_bias must hold numbers (or false, which "
          "forbids a token)"),
         (
