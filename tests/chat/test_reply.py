@@ -76,7 +76,7 @@ def test_drafts_accepted_in_any_groups(renderer: ChatRenderer, sizes: list[int])
     reader = reader_of(renderer)
     message = read(reader, groups)
     assert text_of(message) == (
-        "I should look it up.\n",
+        "I should look it up.",
         "Of course. One moment.\n",
         [("look", '{"place":"Oslo"}')],
     )
@@ -106,7 +106,7 @@ def test_characters_cut_anywhere(renderer: ChatRenderer, size: int) -> None:
         message.add(reader.finish("stop"))
         assert text_of(message) == text_of(whole)
     assert text_of(whole) == (
-        f"so {EMOJI}\n", f"yes {EMOJI}\n", [("look", f'{{"place":"{EMOJI}"}}')]
+        f"so {EMOJI}", f"yes {EMOJI}\n", [("look", f'{{"place":"{EMOJI}"}}')]
     )  # fmt: skip
 
 
@@ -198,3 +198,24 @@ def test_reasons(renderer: ChatRenderer) -> None:
     assert [reader.finish_reason(reason) for reason in ("stop", "length")] == ["stop", "length"]
     assert reader.finish("length") == Delta()
     assert not Delta()
+
+
+def test_a_reply_that_comes_back_is_the_text_that_was_generated(renderer: ChatRenderer) -> None:
+    """So the next turn's prompt begins with what the memory holds."""
+    said = "so it is\n</think>\n\nI look.\n<tool_call>\n<function=look>\n<parameter=place>\nOslo"
+    said += "\n</parameter>\n</function>\n</tool_call>"
+    user = {"role": "user", "content": "hi"}
+    first = renderer.render(parse_chat_request({"messages": [user], "tools": [LOOK]}))
+    message = read(first.reader(), [[said.encode()]])
+    [call] = message.calls
+    assistant = {
+        "role": "assistant",
+        "content": message.content,
+        "reasoning_content": message.reasoning,
+        "tool_calls": [
+            {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+        ],
+    }
+    answer = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    body = {"messages": [user, assistant, answer], "tools": [LOOK]}
+    assert renderer.render(parse_chat_request(body)).text.startswith(first.text + said)

@@ -118,7 +118,7 @@ def read(
 
 def test_the_script_of_the_handset_model(template: ChatTemplate, model: Model) -> None:
     reply = read(template, model, [SAID])
-    assert reply.message.reasoning == "I should look it up.\n"
+    assert reply.message.reasoning == "I should look it up."
     assert reply.message.content == "Of course. One moment.\n"
     assert reply.arguments == [("look", {"place": "Oslo"})]
     assert reply.notes == []

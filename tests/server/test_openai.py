@@ -56,7 +56,7 @@ def test_the_script_as_the_client_sees_it(scripted: OpenAI) -> None:
     choice = reply.choices[0]
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "Of course. One moment.\n"
-    assert choice.message.to_dict()["reasoning_content"] == "I should look it up.\n"
+    assert choice.message.to_dict()["reasoning_content"] == "I should look it up."
     assert choice.message.tool_calls is not None
     [call] = choice.message.tool_calls
     assert call.type == "function"

@@ -108,7 +108,7 @@ def test_the_script_over_the_wire(renderer: ChatRenderer, stream: bool) -> None:
     assert choice["message"] == {
         "role": "assistant",
         "content": "Of course. One moment.\n",
-        "reasoning_content": "I should look it up.\n",
+        "reasoning_content": "I should look it up.",
         "tool_calls": [
             {"type": "function", "function": {"name": "look", "arguments": '{"place":"Oslo"}'}}
         ],
@@ -144,7 +144,7 @@ def test_thinking_that_uses_up_the_tokens(renderer: ChatRenderer, stream: bool) 
     choice = reply["choices"][0]
     assert choice["finish_reason"] == "length"
     assert choice["message"]["content"] == ""
-    assert choice["message"]["reasoning_content"] == "hm " * 30
+    assert choice["message"]["reasoning_content"] == ("hm " * 30).rstrip()
     assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 30
     history = [
         {"role": "user", "content": "hi"},

@@ -85,6 +85,10 @@ static std::string trimmed_left(const std::string & text) {
     return text.substr(std::min(text.find_first_not_of(" \t\r\n"), text.size()));
 }
 
+static std::string trimmed_right(const std::string & text) {
+    return text.substr(0, text.find_last_not_of(" \t\r\n") + 1);
+}
+
 // what `now` has beyond `sent`, which it replaces; nothing where it is no continuation
 static std::string extend(std::string & sent, const std::string & now) {
     if (now.size() <= sent.size() || !starts_with(now, sent)) {
@@ -136,7 +140,9 @@ static void add_calls(kvmem_reply & reply, const common_chat_msg & msg, bool is_
 }
 
 static void add_message(kvmem_reply & reply, const common_chat_msg & msg, bool is_last, reply_delta & delta) {
-    delta.reasoning += extend(reply.sent.reasoning_content, msg.reasoning_content);
+    // a template puts a line break of its own before the end of a thought: one that is kept would make the next turn's
+    // prompt differ from what was generated
+    delta.reasoning += extend(reply.sent.reasoning_content, trimmed_right(msg.reasoning_content));
     delta.content += extend(reply.sent.content, msg.content);
     add_calls(reply, msg, is_last, delta);
 }
@@ -241,8 +247,7 @@ static void add_rest(kvmem_reply & reply, const parsed_reply & parsed, kvmem_rep
     } else if (is_syntax && ending == KVMEM_REPLY_CUT) {
         delta.notes.push_back("the reply was cut where a tool call began");
     } else if (is_thought) {
-        reply.sent.reasoning_content += rest;
-        delta.reasoning += rest;
+        delta.reasoning += extend(reply.sent.reasoning_content, parsed.msg.reasoning_content + rest);
     } else {
         add_content(reply, rest, delta);
         if (is_syntax) {
