@@ -78,6 +78,35 @@ CHATML_TOOLS: Final = """\
 {%- endif %}"""
 """ChatML with thinking and tool calls in the XML form; a tool's reply is a user turn."""
 
+CHATML_JSON: Final = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\nTools:' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+    {{- '\\nCall one as <tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call>' }}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' and message.reasoning_content %}
+        {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+    {%- endif %}
+    {{- message.content or '' }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+"""The same with calls as JSON, read by what llama.cpp finds out about the template; the model opens
+its thought itself.
+"""
+
 
 def byte_letters() -> list[str]:
     """The printable letter that byte-level BPE uses for each byte value 0..255.

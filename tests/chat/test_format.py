@@ -27,6 +27,14 @@ DROPS_LATE_SYSTEM = (
     "{%- for m in messages %}{%- if m.role != 'system' or loop.first %}"
     "{{- m.role + ': ' + m.content + '\\n' }}{%- endif %}{%- endfor %}"
 )
+ALTERNATES = (
+    "{%- set ns = namespace(n=0) %}{%- for m in messages %}"
+    "{%- if m.role == 'system' and loop.first %}{{- '[S]' + m.content + '[/S]' }}"
+    "{%- elif (m.role == 'user') != (ns.n % 2 == 0) or m.role == 'system' %}"
+    "{{- raise_exception('roles must alternate') }}"
+    "{%- else %}{%- set ns.n = ns.n + 1 %}{{- '[' + m.role + ']' + m.content + '[/]' }}{%- endif %}"
+    "{%- endfor %}"
+)
 NO_LONG_WORDS = (
     "{%- for m in messages %}{%- if m.content | length > 30 %}"
     "{{- raise_exception('too long for me') }}{%- endif %}{{- m.content }};{%- endfor %}"
@@ -89,6 +97,22 @@ def test_instructions_anywhere(vocab: Vocab, source: str, first: str) -> None:
         grown = render(vocab, *said, *more, source=source).text
         plain = render(vocab, *said, source=source, add_generation_prompt=False).text
         assert grown.startswith(plain)
+
+
+@pytest.mark.parametrize("content", ["who?", [{"type": "text", "text": "who?"}]])
+def test_instructions_where_roles_must_alternate(vocab: Vocab, content: Any) -> None:
+    said = [
+        message("developer", "one"), message("system", "two"), user("hi"),
+        message("assistant", "yes"), message("system", "three"), message("system", "four"),
+        user(content),
+    ]  # fmt: skip
+    rendered = render(vocab, *said, source=ALTERNATES)
+    assert rendered.text.replace("\n\n\n", "\n\n") == (
+        "[S]one\n\ntwo[/S][user]hi[/][assistant]yes[/][user]three\n\nfour\n\nwho?[/]"
+    )
+    assert text_of(vocab, rendered, rendered.prompt.query_span) == "who?"
+    with pytest.raises(FieldError, match="roles must alternate"):
+        render(vocab, user("a"), user("b"), source=ALTERNATES)
 
 
 def test_a_refused_message_is_named(vocab: Vocab) -> None:

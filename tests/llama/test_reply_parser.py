@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_vocab
 from handset import SCRIPT
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,6 +110,12 @@ def template(model: Model) -> Iterator[ChatTemplate]:
         yield template
 
 
+@pytest.fixture(scope="module")
+def json_template(model: Model) -> Iterator[ChatTemplate]:
+    with ChatTemplate(model, tiny_vocab.CHATML_JSON) as template:
+        yield template
+
+
 def read(
     template: ChatTemplate, model: Model, pieces: list[str], *, is_cut: bool = False, **fields: Any
 ) -> Read:
@@ -163,25 +170,50 @@ def test_the_cut_makes_no_difference(
     assert (letters.message, letters.notes) == (whole.message, whole.notes)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    parts=st.lists(
-        st.sampled_from(
-            ["a", " ", "\n", "<", "🙂", "</think>", "<think>", "<tool_call>\n", "</tool_call>",
-             "<function=look>\n", "<function=x>\n", "</function>\n", "<parameter=n>\n", "4",
-             "<parameter=place>\n", "\n</parameter>\n", "<|im_end|>"]
-        ),
-        max_size=14,
-    ),
-    is_cut=st.booleans(),
-)  # fmt: skip
+XML_PARTS = [
+    "a", " ", "\n", "<", "🙂", "</think>", "<think>", "<tool_call>\n", "</tool_call>",
+    "<function=look>\n", "<function=x>\n", "</function>\n", "<parameter=n>\n", "4",
+    "<parameter=place>\n", "\n</parameter>\n", "<|im_end|>",
+    call_text("look", n="4", place="b"), call_text("stop"),
+]  # fmt: skip
+JSON_CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "Oslo \\n x"}}\n</tool_call>'
+JSON_PARTS = [
+    "a", " ", "\n", "<", "🙂", "</think>", "<think>", "<tool_call>\n", "</tool_call>",
+    '{"name": "look", "arguments": ', '{"place": "Os', 'lo"}', '{"n": 4}', "}", '"', "\\",
+    '{"name": "', "look_up", JSON_CALL,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["xml", "json"])
 def test_any_text_is_read_alike_at_any_cut(
-    template: ChatTemplate, model: Model, parts: list[str], is_cut: bool
+    template: ChatTemplate, json_template: ChatTemplate, model: Model, kind: str
 ) -> None:
-    whole = read(template, model, ["".join(parts)], is_cut=is_cut)
-    for pieces in (parts, list("".join(parts))):
-        reply = read(template, model, pieces, is_cut=is_cut)
-        assert (reply.message, reply.notes) == (whole.message, whole.notes)
+    read_by, known = (template, XML_PARTS) if kind == "xml" else (json_template, JSON_PARTS)
+
+    @settings(max_examples=150, deadline=None, derandomize=True)
+    @given(
+        parts=st.lists(st.sampled_from(known), max_size=12),
+        is_cut=st.booleans(),
+        thinks=st.booleans(),
+        parallel=st.booleans(),
+    )
+    def check(parts: list[str], is_cut: bool, thinks: bool, parallel: bool) -> None:
+        fields = {"enable_thinking": thinks, "parallel_tool_calls": parallel}
+        whole = read(read_by, model, ["".join(parts)], is_cut=is_cut, **fields)
+        for pieces in (parts, list("".join(parts))):
+            reply = read(read_by, model, pieces, is_cut=is_cut, **fields)
+            assert (reply.message, reply.notes) == (whole.message, whole.notes)
+
+    check()
+
+
+def test_calls_as_json(json_template: ChatTemplate, model: Model) -> None:
+    text = f"<think>\nhm\n</think>\n\nI look.\n{JSON_CALL}\n{JSON_CALL}"
+    for pieces in ([text], list(text)):
+        reply = read(json_template, model, pieces)
+        assert (reply.message.reasoning, reply.message.content.strip()) == ("hm", "I look.")
+        assert reply.arguments == [("look", {"place": "Oslo \n x"})] * 2
+        assert reply.notes == []
 
 
 def test_text_that_looks_like_a_tag_is_not_lost(template: ChatTemplate, model: Model) -> None:

@@ -113,15 +113,16 @@ class TemplateFormat:
         """The messages with instructions only where the template takes them.
 
         Where it takes them in front alone, the first ones become one, and later ones are shown as
-        the user's. Each text stays where it was said, so that the next turn begins alike.
+        the user's; where users may not speak twice in a row, at the head of the user's next words.
+        Each text stays where it was said, so that the next turn begins alike.
         """
         n_first = next((i for i, m in enumerate(messages) if not m.is_instruction), len(messages))
         placed = list(messages)
         if any(m.is_instruction for m in messages[n_first:]) and not self._takes_late_system:
-            placed = [
-                replace(m, shown_as="user") if m.is_instruction and i >= n_first else m
-                for i, m in enumerate(placed)
+            later = [
+                replace(m, shown_as="user") if m.is_instruction else m for m in placed[n_first:]
             ]
+            placed[n_first:] = later if self._takes_users_in_a_row else _folded(later)
         if n_first > 1 and not self._takes_two_systems:
             joined = "\n\n".join(m.text for m in placed[:n_first] if m.text)
             placed[:n_first] = [replace(placed[0], parts=(joined,), is_list=False)]
@@ -137,8 +138,12 @@ class TemplateFormat:
     def _takes_two_systems(self) -> bool:
         return self._shows([_system(1), _system(2), _user("3")], (1, 2))
 
+    @cached_property
+    def _takes_users_in_a_row(self) -> bool:
+        return self._shows([_system(0), _user(f"{PROBE} 1"), _user(f"{PROBE} 2")], (1, 2))
+
     def _shows(self, messages: list[dict[str, str]], numbers: tuple[int, int]) -> bool:
-        """Whether the template shows both instructions, once and in order."""
+        """Whether the template shows both texts, once and in order."""
         try:
             text: str = self._template.render({"messages": messages})["prompt"]
         except RequestError:
@@ -175,6 +180,18 @@ class TemplateFormat:
                         message.path, f"({message.role}) is refused by the chat template: {reason}"
                     )
         return FieldError("messages", f"are refused by the chat template: {reason}")
+
+
+def _folded(messages: list[Message]) -> list[Message]:
+    """Instructions that stand before a user message go to its head."""
+    folded: list[Message] = []
+    for message in messages:
+        lead = ""
+        while message.role == "user" and folded and folded[-1].is_instruction:
+            earlier = folded.pop()
+            lead = f"{earlier.text}\n\n{lead}"
+        folded.append(replace(message, lead=lead) if lead else message)
+    return folded
 
 
 def _reason(error: RequestError) -> str:

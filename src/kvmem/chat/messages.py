@@ -38,6 +38,7 @@ class Message:
 
     parts: its texts, in order; a plain string is one part, no content is none.
     shown_as: the role that the template sees, where that is another one.
+    lead: text that is shown before it and is not its own.
     path: where it stands in the request.
     """
 
@@ -49,6 +50,7 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     shown_as: str | None = None
+    lead: str = ""
     path: str = ""
 
     @property
@@ -62,9 +64,10 @@ class Message:
 
     def for_template(self) -> dict[str, Any]:
         """As the template reads it."""
-        content: object = self.text
+        content: object = self.lead + self.text
         if self.is_list:
-            content = [{"type": "text", "text": part} for part in self.parts]
+            parts = (self.lead, *self.parts) if self.lead else self.parts
+            content = [{"type": "text", "text": part} for part in parts]
         fields: dict[str, Any] = {"role": self.shown_as or self.role, "content": content}
         if self.reasoning is not None:
             fields["reasoning_content"] = self.reasoning
