@@ -2,11 +2,14 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvmem.chat.thinking import Thinking
 from kvmem.cli.app import execute
 from kvmem.cli.faults import LATER
+from kvmem.cli.options import SamplingOptions
 
 
 @pytest.fixture(autouse=True)
@@ -169,3 +172,48 @@ def test_bad_values_of_variables(stderr_of: Runner, monkeypatch: pytest.MonkeyPa
     code, line = stderr_of("plan", "-m", "m.gguf")
     assert code == 2
     assert "LLAMA_ARG_CTX_SIZE" in line
+
+
+def defaults_of(**options: Any) -> Thinking:
+    return SamplingOptions(**options).defaults().thinking
+
+
+def test_flags_of_thinking() -> None:
+    assert defaults_of() == Thinking()
+    assert defaults_of(
+        enable_thinking=False,
+        reasoning_effort="low",
+        reasoning_budget=9,
+        reasoning_budget_message="Enough.",
+        template_kwargs='{"enable_thinking": true, "style": "plain"}',
+    ) == Thinking(
+        enabled=False,
+        effort="low",
+        budget=9,
+        message="Enough.",
+        kwargs={"enable_thinking": True, "style": "plain"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["--reasoning-effort", "hard"], "--reasoning-effort is hard, but must be one of none, "),
+        (["--reasoning-budget", "-2"], "--reasoning-budget is -2, but must be at least 0, or -1"),
+        (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs is [1], but must be a JSON "),
+        (
+            ["--chat-template-kwargs", '{"enable_thinking": "false"}'],
+            "chat_template_kwargs.enable_thinking must be true or false, not a string",
+        ),
+        (["--chat-template", "llama3"], "--chat-template is llama3, but must be Jinja text, or "),
+    ],
+)
+def test_wrong_flags_of_thinking(stderr_of: Runner, args: list[str], reason: str) -> None:
+    code, line = stderr_of("serve", "-m", "m.gguf", "--port", "0", *args)
+    assert code == 2 and line.count("\n") == 1
+    assert reason in line
+
+
+def test_thinking_by_variables(monkeypatch: pytest.MonkeyPatch, stderr_of: Runner) -> None:
+    monkeypatch.setenv("LLAMA_ARG_THINK_BUDGET", "-2")
+    assert "--reasoning-budget is -2" in stderr_of("serve", "-m", "m.gguf", "--port", "0")[1]

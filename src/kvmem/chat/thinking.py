@@ -11,7 +11,7 @@ from kvmem.chat.fields import FieldError, read_bool, read_integer, read_object, 
 
 __all__ = ["EFFORTS", "Thinking", "read_template_kwargs", "read_thinking"]
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "default")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "default")
 
 # what the messages and the tokenizer decide
 RESERVED = ("messages", "tools", "bos_token", "eos_token", "add_generation_prompt")

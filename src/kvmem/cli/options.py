@@ -5,6 +5,7 @@ ours). `cli.takes` gives a command the options of some of these classes.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,7 +85,7 @@ class EngineOptions:
     chat_template: Annotated[
         str | None,
         _llama("--chat-template", env="CHAT_TEMPLATE", panel=MODEL_PANEL,
-               help="Jinja text in place of the model's chat template."),
+               help="Jinja text in place of the model's chat template, or chatml."),
     ] = None  # fmt: skip
     chat_template_file: Annotated[
         Path | None,
@@ -266,6 +267,13 @@ class EngineOptions:
         )
 
     def _template(self) -> str | None:
+        source = self._template_source()
+        if source is not None and source != "chatml" and re.fullmatch(r"[\w.-]+", source):
+            # a name of llama-server's own templates
+            raise ConfigError("chat_template", source, "Jinja text, or chatml for the plain form")
+        return source
+
+    def _template_source(self) -> str | None:
         if self.chat_template_file is None:
             return self.chat_template
         if self.chat_template is not None:
@@ -332,7 +340,7 @@ class SamplingOptions:
         str | None,
         _llama("--reasoning-effort", env="REASONING_EFFORT", panel=SAMPLING_PANEL,
                help="How hard to think, for templates that know it: none (off), minimal, low, "
-               "medium, high, xhigh, default."),
+               "medium, high, xhigh, max, default."),
     ] = None  # fmt: skip
     reasoning_budget: Annotated[
         int,
