@@ -128,13 +128,15 @@ def measure(
     shuffle: hand every block the score of another one. A tool that still finds the facts would
     be measuring something else than the scores.
     """
-    n_questions = sum(len(prompt.questions) for prompt in prompts)
+    n_questions = sum(bool(q.gold) for prompt in prompts for q in prompt.questions)
     done = 0
     for prompt in prompts:
         report("questions", done, n_questions)
         history = open_history(prompt)
         stock = open_stock(prompt) if open_stock else None
         for question in prompt.questions:
+            if not question.gold:
+                continue  # what was never told cannot be found
             bench = _QuestionBench(prompt, question, history, stock, shuffle=shuffle, free=free)
             yield from bench.records(policies)
             done += 1

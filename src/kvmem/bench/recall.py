@@ -1,14 +1,16 @@
 """`kvmem bench recall` without its command line: engines, prompts and records."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvmem.bench.conversations import read_conversations
 from kvmem.bench.generators.catalogue import GENERATORS
-from kvmem.bench.history import EngineHistory, StockHistory
+from kvmem.bench.history import Answerer, EngineHistory, StockHistory
 from kvmem.bench.quality import CALIBRATED, POLICIES, Policy, Record, measure
-from kvmem.bench.workload import WorkloadSpec, make_prompts
+from kvmem.bench.workload import Prompt, WorkloadSpec, make_prompts
 from kvmem.config import EngineConfig, KvType, MemoryConfig, ModelConfig
 from kvmem.engine.calibration import Found, find
 from kvmem.engine.engine import Engine
@@ -26,6 +28,8 @@ class RecallSpec:
 
     calibration: as MemoryConfig has it; `policies` None: all, and the calibrated ones where there
     is a calibration. by_chunk: what is visible while the history is read, see EngineHistory.read.
+    questions: a file of conversations in place of a generator; those of at most n_tokens and more
+    than half of it are asked.
     """
 
     model: Path
@@ -45,6 +49,7 @@ class RecallSpec:
     policies: tuple[Policy, ...] | None = None
     calibration: str = "auto"
     by_chunk: bool = False
+    questions: Path | None = None
     stock: bool = True
     shuffle: bool = False
     free: bool = False
@@ -63,10 +68,11 @@ class RecallSpec:
     def seeds(self) -> range:
         return range(self.first_seed, self.first_seed + self.n_prompts)
 
-    def engine(self, *, tiered: bool) -> EngineConfig:
+    def engine(self, *, tiered: bool, whole: bool = False) -> EngineConfig:
         """The tiered engine reads under the budget and can show the whole history in its reserve;
-        the other one is plain llama.cpp with a full cache."""
+        the other one is plain llama.cpp with a full cache. whole: the budget holds everything."""
         room = self.n_tokens + ANSWER_TOKENS
+        budget = room if whole else self.budget_tokens
         return EngineConfig(
             model=ModelConfig(
                 path=self.model, n_gpu_layers=self.n_gpu_layers, n_threads=self.n_threads
@@ -74,7 +80,7 @@ class RecallSpec:
             memory=MemoryConfig(
                 enabled=tiered,
                 workspace_tokens=room,
-                budget_tokens=self.budget_tokens if tiered else None,
+                budget_tokens=budget // self.block_tokens * self.block_tokens if tiered else None,
                 reserve_tokens=-(-room // self.block_tokens) * self.block_tokens,
                 block_tokens=self.block_tokens,
                 recent_tokens=self.recent_tokens,
@@ -96,26 +102,52 @@ def run_recall(
     spec: RecallSpec, *, report: Report = lambda what, done, total: None
 ) -> Iterator[Record]:
     """Records of all questions, prompt by prompt. Loads the model twice; the weights are mapped."""
+    calibration = spec.find_calibration().calibration
+    policies = spec.policies
+    if policies is None:
+        policies = (*POLICIES, *CALIBRATED) if calibration else POLICIES
+    with ExitStack() as opened:
+        tiered = opened.enter_context(Engine(spec.engine(tiered=True)))
+        open_stock: Callable[[Prompt], Answerer] | None = None
+        if spec.stock:
+            open_stock = _stock(spec, opened, is_hybrid=tiered.model.is_hybrid)
+        yield from measure(
+            _prompts(spec, tiered),
+            lambda prompt: EngineHistory.read(
+                tiered, prompt.history, calibration=calibration, by_chunk=spec.by_chunk
+            ),
+            open_stock,
+            policies=policies,
+            shuffle=spec.shuffle,
+            free=spec.free,
+            report=report,
+        )
+
+
+def _stock(spec: RecallSpec, opened: ExitStack, *, is_hybrid: bool) -> Callable[[Prompt], Answerer]:
+    """Plain llama.cpp. A recurrent state cannot be rewound there, so a hybrid has our memory with
+    a budget that holds everything, which gives the same logits (tests/differential)."""
+    if is_hybrid:
+        whole = opened.enter_context(Engine(spec.engine(tiered=True, whole=True)))
+        return lambda prompt: EngineHistory.read(whole, prompt.history)
+    plain = opened.enter_context(Engine(spec.engine(tiered=False)))
+    return lambda prompt: StockHistory(plain, prompt.history)
+
+
+def _prompts(spec: RecallSpec, engine: Engine) -> list[Prompt]:
+    if spec.questions is not None:
+        found = [
+            prompt
+            for prompt in read_conversations(spec.questions, engine)
+            if spec.n_tokens // 2 < len(prompt.history) <= spec.n_tokens
+        ]
+        if not found:
+            raise ConfigError("n_tokens", spec.n_tokens, f"what {spec.questions} has")
+        return found[spec.first_seed : spec.first_seed + spec.n_prompts]
     workload = WorkloadSpec(
         n_tokens=spec.n_tokens,
         n_facts=spec.n_facts,
         n_lookalikes=spec.n_lookalikes,
         n_paraphrased=spec.n_paraphrased,
     )
-    calibration = spec.find_calibration().calibration
-    policies = spec.policies
-    if policies is None:
-        policies = (*POLICIES, *CALIBRATED) if calibration else POLICIES
-    with Engine(spec.engine(tiered=True)) as tiered, Engine(spec.engine(tiered=False)) as plain:
-        prompts = make_prompts(GENERATORS[spec.generator](), tiered.vocab, workload, spec.seeds)
-        yield from measure(
-            prompts,
-            lambda prompt: EngineHistory.read(
-                tiered, prompt.history, calibration=calibration, by_chunk=spec.by_chunk
-            ),
-            (lambda prompt: StockHistory(plain, prompt.history)) if spec.stock else None,
-            policies=policies,
-            shuffle=spec.shuffle,
-            free=spec.free,
-            report=report,
-        )
+    return make_prompts(GENERATORS[spec.generator](), engine.vocab, workload, spec.seeds)

@@ -6,11 +6,20 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from kvmem.bench.agent import AgentSummary
+from kvmem.bench.details import Difference, Part
 from kvmem.bench.metrics import Interval
 from kvmem.bench.speed_summary import Ratio, RequestRow, SpeedRow
 from kvmem.bench.summary import Gate, Row
 
-__all__ = ["agent_table", "gate_table", "recall_table", "request_table", "speed_table"]
+__all__ = [
+    "agent_table",
+    "difference_table",
+    "gate_table",
+    "part_table",
+    "recall_table",
+    "request_table",
+    "speed_table",
+]
 
 GIB = 1 << 30
 
@@ -46,6 +55,36 @@ def recall_table(rows: Sequence[Row], title: str) -> Table:
             interval(row.forced),
         ]
         table.add_row(row.policy, *cells, *([interval(row.free)] if free else []))
+    return table
+
+
+def part_table(parts: Sequence[Part], policy: str) -> Table:
+    """Kinds of questions, then fifths of the history, under one policy."""
+    table = Table(title=policy, title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for heading in ("n", "gold recall", "all of it", "forced"):
+        table.add_column(heading, justify="right")
+    for part in parts:
+        gold = interval(part.gold_recall)
+        table.add_row(part.part, str(part.n), gold, number(part.whole), number(part.forced))
+    return table
+
+
+def difference_table(pairs: Sequence[Difference]) -> Table:
+    """First less second, question by question."""
+    table = Table(title="paired differences", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for heading in ("n", "gold recall", "KL, nats", "forced", "p"):
+        table.add_column(heading, justify="right")
+    for pair in pairs:
+        table.add_row(
+            f"{pair.first} - {pair.second}",
+            str(pair.n),
+            interval(pair.gold_recall),
+            interval(pair.kl_nats),
+            interval(pair.forced),
+            number(pair.p_forced, 3),
+        )
     return table
 
 

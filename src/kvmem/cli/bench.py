@@ -28,10 +28,12 @@ from kvmem.bench.speed import RequestRecord, SpeedRecord, SpeedSpec, run_speed
 from kvmem.bench.speed_summary import ratios, request_rows, speed_rows
 from kvmem.bench.summary import gates, summarise
 from kvmem.cli.progress import progress, table_console
+from kvmem.cli.quality import quality
 from kvmem.config import KvType
 from kvmem.errors import ConfigError
 
 bench = typer.Typer(help="Measure recall and speed.", rich_markup_mode=None)
+bench.command()(quality)
 
 Model = Annotated[
     Path | None, Option("-m", "--model", help="GGUF file. Left out: the demo model, fetched once.")

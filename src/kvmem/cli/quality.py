@@ -1,0 +1,194 @@
+"""`kvmem bench quality`: what is recalled, by kind and depth, and what each part is worth."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+from typer import Option
+
+from kvmem.bench.details import by_depth, by_kind, compare
+from kvmem.bench.quality import ABLATIONS, CALIBRATED, POLICIES, Policy, Record
+from kvmem.bench.recall import RecallSpec
+from kvmem.bench.record import environment, json_line
+from kvmem.bench.report import difference_table, part_table, recall_table
+from kvmem.bench.summary import summarise
+from kvmem.bench.sweep import DEFAULT_CELLS, parse_cell, sweep
+from kvmem.cli.progress import progress, table_console
+from kvmem.config import KvType
+from kvmem.errors import ConfigError
+
+__all__ = ["quality"]
+
+FIELDS = {field.name for field in fields(Record)}
+PAIRED = (
+    ("fused* @first", "fused @first"),
+    ("heads* @first", "heads @first"),
+    ("fused* @first", "fused* alone @first"),
+    ("heads* @first", "heads* alone @first"),
+    ("fused @first", "fused alone @first"),
+    ("heads @first", "heads alone @first"),
+    ("heads* @first", "cosine @first"),
+    ("fused* @first", "exact mass alone @ideal"),
+    ("fused* @first", "full"),
+    ("fused @first", "full"),
+    ("gold", "full"),
+    ("full", "stock"),
+)
+"""What is compared question by question, where both were measured."""
+
+
+def quality(
+    model: Annotated[Path, Option("-m", "--model", help="GGUF file.")] = Path(),
+    cell: Annotated[
+        list[str] | None,
+        Option(
+            metavar="GENERATOR:TOKENS:BUDGET:BLOCK:HISTORIES",
+            help=f"What to measure; may be given several times. Left out: {DEFAULT_CELLS[0]} "
+            f"and {DEFAULT_CELLS[1]}.",
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        Option(metavar="NAME", help="Only this policy (again for more), by its name in the table."),
+    ] = None,
+    questions: Annotated[
+        Path | None,
+        Option(help="Conversations in place of the generators, one JSON object a line."),
+    ] = None,
+    kv_dtype: Annotated[KvType, Option("--kv-dtype", help="Type of K and V.")] = "q8_0",
+    recent: Annotated[
+        int | None, Option("--kvmem-recent-tokens", help="Always visible newest part.")
+    ] = None,
+    calibration: Annotated[
+        str, Option("--kvmem-calibration", help="auto, off, or a file of kvmem calibrate.")
+    ] = "auto",
+    stock: Annotated[bool, Option("--stock/--no-stock", help="Also plain llama.cpp.")] = True,
+    free: Annotated[bool, Option("--free", help="Also answer without a forced start.")] = False,
+    shuffle: Annotated[
+        bool, Option("--shuffle", help="Control: mix up the blocks' scores; recall must be lost.")
+    ] = False,
+    by_chunk: Annotated[
+        bool,
+        Option("--by-chunk", help="Read each chunk again over the blocks that it asks for."),
+    ] = False,
+    jobs: Annotated[int, Option(help="Histories at a time, a process each.")] = 1,
+    threads: Annotated[int, Option("-t", "--threads", help="Threads of each; 0 for all.")] = 0,
+    n_gpu_layers: Annotated[
+        int, Option("-ngl", "--n-gpu-layers", help="Layers on the GPU; -1 for all.")
+    ] = 0,
+    out: Annotated[
+        Path | None, Option("-o", "--out", help="Write raw records here, as they are finished.")
+    ] = None,
+    read: Annotated[
+        Path | None, Option(help="Measure nothing: print the tables of this file.")
+    ] = None,
+    plot: Annotated[
+        Path | None, Option(help="Folder for plots (SVG): recall and KLE, depth and kind.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Measure recall in depth: kinds of questions, depth, paired differences, oracles."""
+    if read is not None:
+        found = list(_read(read))
+    else:
+        if model == Path():
+            raise ConfigError("model", "not given", "the path of a GGUF file")
+        base = RecallSpec(
+            model=model,
+            kv_type=kv_dtype,
+            recent_tokens=recent,
+            calibration=calibration,
+            questions=questions,
+            n_threads=threads or None,
+            n_gpu_layers=n_gpu_layers,
+            policies=_policies(model, kv_dtype, calibration, policy or []),
+            stock=stock,
+            shuffle=shuffle,
+            free=free,
+            by_chunk=by_chunk,
+        )
+        cells = [parse_cell(text, base) for text in cell or DEFAULT_CELLS]
+        n_histories = sum(len(cell.spec.seeds) for cell in cells)
+        found = []
+        with progress() as report, _writer(out, environment(model, asdict(base))) as write:
+            report("histories", 0, n_histories)
+            for done, (name, records) in enumerate(sweep(cells, jobs), 1):
+                found += [(name, record) for record in records]
+                write([{"cell": name, **asdict(record)} for record in records])
+                report("histories", done, n_histories)
+    if as_json:
+        print(json_line([{"cell": name, **asdict(record)} for name, record in found]))
+    else:
+        _show(table_console(), found)
+    if plot is not None:
+        from kvmem.bench.recall_plots import draw  # only here: matplotlib is an extra
+
+        for path in draw(found, plot):
+            print(path)
+
+
+def _policies(
+    model: Path, kv_dtype: KvType, calibration: str, names: list[str]
+) -> tuple[Policy, ...]:
+    """All that this model can be measured under, or those of these names."""
+    picked = RecallSpec(model=model, kv_type=kv_dtype, calibration=calibration).find_calibration()
+    every = (*POLICIES, *CALIBRATED, *ABLATIONS)
+    known = [policy for policy in every if picked.calibration or not policy.picked]
+    if not names:
+        return tuple(known)
+    by_name = {policy.name: policy for policy in known}
+    if unknown := [name for name in names if name not in by_name]:
+        raise ConfigError("policy", unknown[0], f"one of {', '.join(by_name)}")
+    return tuple(by_name[name] for name in dict.fromkeys([*names, "recency"]))
+
+
+@contextmanager
+def _writer(
+    path: Path | None, where: dict[str, Any]
+) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
+    """Appends records to the file as they come: a run that is stopped keeps what it has."""
+    if path is None:
+        yield lambda records: None
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+
+        def write(records: list[dict[str, Any]]) -> None:
+            file.writelines(json_line(record) + "\n" for record in records)
+            file.flush()
+
+        write([where])
+        yield write
+
+
+def _read(path: Path) -> Iterator[tuple[str, Record]]:
+    """What `_writer` wrote. Raises ConfigError: the file is something else."""
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            item = json.loads(line)
+            if "cell" not in item:
+                continue
+            # what was not a number is null in JSON, but for `free`, which may be unknown
+            fields: dict[str, Any] = {
+                key: float("nan") if value is None and key != "free" else value
+                for key, value in item.items()
+                if key in FIELDS
+            }
+            yield item["cell"], Record(**fields)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError("read", path, f"a file of kvmem bench quality ({error})") from None
+
+
+def _show(console: Console, found: list[tuple[str, Record]]) -> None:
+    for name in dict.fromkeys(cell for cell, _ in found):
+        records = [record for cell, record in found if cell == name]
+        console.print(recall_table(summarise(records), name))
+        measured = {record.policy for record in records}
+        best = next(p for p in ("fused* @first", "fused @first", "recency") if p in measured)
+        console.print(part_table([*by_kind(records, best), *by_depth(records, best)], best))
+        pairs = [compare(records, a, b) for a, b in PAIRED if {a, b} <= measured]
+        console.print(difference_table(pairs))
