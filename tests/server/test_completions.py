@@ -162,6 +162,17 @@ def test_probabilities_of_each_token(real: TestClient) -> None:
     assert all(one["id"] == one["top_logprobs"][0]["id"] for one in found)  # greedy
 
 
+def test_chances_after_sampling(real: TestClient) -> None:
+    wanted = {"n_probs": 5, "post_sampling_probs": True, "n_predict": 6, "seed": 3}
+    reply = complete(real, prompt="the sea", temperature=1.5, top_k=8, min_p=0, **wanted)
+    for one in reply["completion_probabilities"]:
+        chances = [entry["prob"] for entry in one["top_probs"]]
+        assert chances == sorted(chances, reverse=True)
+        assert chances[-1] > 0 and sum(chances) <= 1.0001 and 0 < one["prob"] <= chances[0]
+    greedy = complete(real, prompt="the sea", **wanted)["completion_probabilities"]
+    assert all(one["id"] == one["top_probs"][0]["id"] for one in greedy)
+
+
 def test_a_bias_may_name_a_text(real: TestClient) -> None:
     first = complete(real, prompt="the sea", return_tokens=True, n_predict=1)["tokens"][0]
     piece = real.post("/detokenize", json={"tokens": [first]}).json()["content"]

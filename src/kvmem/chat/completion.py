@@ -52,6 +52,7 @@ class CompletionRequest:
     schema: JSON schema, and grammar: GBNF, that replies must follow.
     max_tokens: None for the room in the workspace.
     n_probs: likeliest tokens to report beside each chosen one; 0 for no report.
+    are_chances: report chances after sampling in place of log probabilities before.
     fields: of llama-server's reply, the only ones that are wanted; empty for all.
     """
 
@@ -63,6 +64,7 @@ class CompletionRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
     n_probs: int = 0
+    are_chances: bool = False
     stop: tuple[str, ...] = ()
     stream: bool = False
     with_tokens: bool = False
@@ -80,7 +82,8 @@ class CompletionRequest:
         return GenerateParams(
             sampling=replace(self.sampling, extra=extra),
             max_tokens=self.max_tokens,
-            n_logprobs=self.n_probs or None,
+            n_logprobs=self.n_probs if self.n_probs and not self.are_chances else None,
+            n_chances=self.n_probs if self.n_probs and self.are_chances else None,
         )
 
     def _grammar(self, model: Model) -> str | None:
@@ -110,7 +113,7 @@ def parse_completion_request(
     grammar = read_text(body, "grammar") or None
     if schema is not None and grammar is not None:
         raise FieldError("json_schema", "and grammar exclude each other: give one")
-    for name in ("suffix", "best_of", "echo", "post_sampling_probs"):
+    for name in ("suffix", "best_of", "echo"):
         if body.get(name) not in (None, False, "", 1):
             raise UnsupportedContentError(f"{name} is not supported")
     n_probs = read_integer(body, "n_probs", least=0, most=MAX_PROBS)
@@ -128,6 +131,7 @@ def parse_completion_request(
         sampling=read_sampling(body, defaults.sampling),
         max_tokens=read_max_tokens(body, defaults.max_tokens),
         n_probs=n_probs or 0,
+        are_chances=read_bool(body, "post_sampling_probs") or False,
         stop=read_stop(body),
         stream=read_bool(body, "stream") or False,
         with_tokens=read_bool(body, "return_tokens") or False,
@@ -173,6 +177,7 @@ def render_completion(request: CompletionRequest, vocab: Vocab) -> RenderedCompl
             "stop": list(request.stop),
             "stream": request.stream,
             "n_probs": request.n_probs,
+            "post_sampling_probs": request.are_chances,
             "timings_per_token": request.with_timings,
         },
     )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvmem.engine.draft import Drafter
 from kvmem.engine.events import Event, StopReason, TokenEvent
-from kvmem.engine.logprobs import token_logprobs
+from kvmem.engine.logprobs import token_chances, token_logprobs
 from kvmem.engine.memory import Memory, TieredMemory
 from kvmem.engine.sampling import GenerateParams
 from kvmem.engine.stats import RequestStats
@@ -120,7 +120,10 @@ class _Reply:
         if self._params.n_logprobs is not None:
             logits = self._memory.context.logits(row)
             logprobs = token_logprobs(logits, token, self._params.n_logprobs, self._vocab)
-        return TokenEvent(token, piece, logprobs)
+        chances = None
+        if self._params.n_chances is not None:
+            chances = token_chances(self._sampler, token, self._params.n_chances, self._vocab)
+        return TokenEvent(token, piece, logprobs, chances)
 
     def decode(self, token: int) -> None:
         memory = self._memory
@@ -159,6 +162,8 @@ class _Reply:
         """
         memory, drafter = self._memory, self._drafter
         if drafter is None or not isinstance(memory, TieredMemory):
+            return 0
+        if self._params.n_chances is not None:  # the sampler knows those of its last choice alone
             return 0
         n = min(drafter.n_max, self._workspace_tokens - memory.n_tokens - 2)
         if self._params.max_tokens is not None:

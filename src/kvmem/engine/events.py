@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from kvmem.engine.logprobs import TokenLogprobs
+from kvmem.engine.logprobs import TokenChances, TokenLogprobs
 from kvmem.engine.stats import RequestStats
 
 __all__ = ["Done", "Event", "PromptProgress", "StopReason", "TokenEvent"]
@@ -24,12 +24,13 @@ class TokenEvent:
     """One sampled token.
 
     Piece: its bytes, which may end inside a character; empty for an end token.
-    Logprobs: where they were asked for.
+    Logprobs and chances: where they were asked for.
     """
 
     token: int
     piece: bytes
     logprobs: TokenLogprobs | None = None
+    chances: TokenChances | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,21 @@
-"""Log probabilities of a token and of the likeliest ones, before anything was sampled or cut."""
+"""How likely a token was: by the model alone, or with all that sampling does."""
 
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmem.llama.sampler import Sampler
 from kvmem.llama.vocab import Vocab
 
-__all__ = ["TokenLogprob", "TokenLogprobs", "token_logprobs"]
+__all__ = [
+    "TokenChance",
+    "TokenChances",
+    "TokenLogprob",
+    "TokenLogprobs",
+    "token_chances",
+    "token_logprobs",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,35 @@ class TokenLogprobs:
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChance:
+    """The chance of a token among those that were left to choose from, and its bytes."""
+
+    token: int
+    piece: bytes
+    chance: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChances:
+    """The chosen token, and the likeliest ones in descending order; none has a chance of 0."""
+
+    chosen: TokenChance
+    top: tuple[TokenChance, ...]
+
+
+def token_chances(sampler: Sampler, token: int, n_top: int, vocab: Vocab) -> TokenChances:
+    """Of the token that the sampler chose last."""
+    found = [
+        TokenChance(index, vocab.piece(index, special=True), chance)
+        for index, chance in sampler.candidates(vocab.n_tokens)
+    ]
+    chosen = next((entry for entry in found if entry.token == token), None)
+    # a grammar chooses anew where the first choice breaks it: nothing else is then left
+    chosen = chosen or TokenChance(token, vocab.piece(token, special=True), 1.0)
+    return TokenChances(chosen, tuple(found[:n_top]))
 
 
 def token_logprobs(

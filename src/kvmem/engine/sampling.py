@@ -58,15 +58,17 @@ class GenerateParams:
     max_tokens: None for what the workspace holds.
     stop_tokens: end the reply like an end token does.
     n_logprobs: likeliest tokens to report beside each chosen one; None for no report.
+    n_chances: the same after sampling, by what is left to choose from; then nothing is drafted.
     """
 
     sampling: SamplingParams = GREEDY
     max_tokens: int | None = None
     stop_tokens: frozenset[int] = frozenset()
     n_logprobs: int | None = None
+    n_chances: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "n_logprobs"):
+        for name in ("max_tokens", "n_logprobs", "n_chances"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise RequestError(f"{name} is {value}, but must be at least 0")

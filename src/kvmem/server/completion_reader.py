@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from kvmem.chat.stream import ReplyText
 from kvmem.engine.events import Done, Event, PromptProgress
-from kvmem.engine.logprobs import TokenLogprobs
+from kvmem.engine.logprobs import TokenChances, TokenLogprobs
 from kvmem.errors import Cancelled
 from kvmem.server.reply import SILENCE_S
 from kvmem.server.worker import Generation
@@ -19,7 +19,7 @@ class Piece:
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | TokenChances] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,9 @@ async def read_completion(
             elif not text.is_stopped:
                 waiting.text += text.feed(event.piece)
                 waiting.tokens.append(event.token)
-                if event.logprobs is not None:
-                    waiting.logprobs.append(event.logprobs)
+                likely = event.logprobs or event.chances
+                if likely is not None:
+                    waiting.logprobs.append(likely)
                 has_new_line |= "\n" in waiting.text
                 if text.is_stopped:
                     generation.cancel()

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvmem.chat.completion import CompletionRequest, RenderedCompletion
 from kvmem.engine.events import PromptProgress
-from kvmem.engine.logprobs import TokenLogprob, TokenLogprobs
+from kvmem.engine.logprobs import TokenChance, TokenChances, TokenLogprob, TokenLogprobs
 from kvmem.server.completion_reader import Piece, WholeReply
 from kvmem.server.sse import Progress, fingerprint, timings_of, usage_of
 
@@ -144,23 +144,31 @@ def _stop_type(reply: WholeReply) -> str:
     return "eos" if reply.done.reason == "stop" else "limit"
 
 
-def _native_probabilities(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+def _native_probabilities(logprobs: Sequence[TokenLogprobs | TokenChances]) -> dict[str, Any]:
     return {"completion_probabilities": _probabilities(logprobs)} if logprobs else {}
 
 
-def _probabilities(logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+def _probabilities(found: Sequence[TokenLogprobs | TokenChances]) -> list[dict[str, Any]]:
     return [
-        {**_probability(item.chosen), "top_logprobs": [_probability(entry) for entry in item.top]}
-        for item in logprobs
+        {
+            **_probability(item.chosen),
+            "top_logprobs" if isinstance(item, TokenLogprobs) else "top_probs": [
+                _probability(entry) for entry in item.top
+            ],
+        }
+        for item in found
     ]
 
 
-def _probability(entry: TokenLogprob) -> dict[str, Any]:
+def _probability(entry: TokenLogprob | TokenChance) -> dict[str, Any]:
+    number = (
+        {"logprob": entry.logprob} if isinstance(entry, TokenLogprob) else {"prob": entry.chance}
+    )
     return {
         "id": entry.token,
         "token": entry.piece.decode("utf-8", "replace"),
         "bytes": list(entry.piece),
-        "logprob": entry.logprob,
+        **number,
     }
 
 
