@@ -11,6 +11,12 @@ import pytest
 from numpy.typing import NDArray
 from recall_heldout import MODEL, load
 
+from kvmem.config import DraftConfig, EngineConfig, KvType, MemoryConfig, ModelConfig
+from kvmem.engine.draft import Drafter
+from kvmem.engine.engine import Engine
+from kvmem.engine.events import TokenEvent
+from kvmem.engine.prompt import Prompt
+from kvmem.engine.sampling import GenerateParams, SamplingParams
 from kvmem.llama.context import Context
 from kvmem.llama.model import Model
 
@@ -26,6 +32,8 @@ from recall_tokens import Vocabulary, training_row
 
 pytestmark = pytest.mark.slow
 
+I32 = NDArray[np.int32]
+SHAPE = Shape()
 SMALL = Shape(
     n_embd=64, n_layers=2, attention_interval=2, n_ff=128, n_heads=2, n_kv_heads=1, head_dim=32,
     delta_heads=2, delta_dim=32,
@@ -116,6 +124,65 @@ def test_it_is_what_llama_cpp_runs(model: Qwen35, prompts: list[list[int]], tmp_
         sure = top[:, -1] - top[:, -2] > 2 * Q8_TOLERANCE
         assert sure.mean() > 0.2
         assert np.array_equal(ours.argmax(-1)[sure], rounded.argmax(-1)[sure])
+
+
+@pytest.mark.parametrize("weights, kv", [("F32", "f32"), ("Q8_0", "f16")])
+def test_its_drafts_are_those_of_llama_cpp(
+    model: Qwen35,
+    vocabulary: Vocabulary,
+    prompts: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    weights: recall_gguf.WeightType,
+    kv: KvType,
+) -> None:
+    """What kvmem's MTP head proposes while it answers, three tokens deep."""
+    proposed: list[tuple[int, int, list[int]]] = []
+    propose = Drafter.propose
+
+    def listen(self: Drafter, cells: I32, token: I32, pos: I32, n: int) -> I32:
+        drafts = propose(self, cells, token, pos, n)
+        proposed.append((int(pos[0]), int(token[0]), drafts.tolist()))
+        return drafts
+
+    monkeypatch.setattr(Drafter, "propose", listen)
+    path = tmp_path / "model.gguf"
+    recall_gguf.save(model, path, MODEL, weights)
+    config = EngineConfig(
+        model=ModelConfig(path=path, n_threads=1),
+        memory=MemoryConfig(
+            workspace_tokens=2048, budget_tokens=2048, reserve_tokens=128, block_tokens=32,
+            host_limit_bytes=64 << 20, type_k=kv, type_v=kv,
+        ),
+        draft=DraftConfig(spec_type="draft-mtp", n_max=3, type_kv=kv),
+    )  # fmt: skip
+    greedy = GenerateParams(sampling=SamplingParams(temperature=0.0), max_tokens=64)
+    begins = vocabulary.tokenizer()("<|im_start|>assistant\n")
+    n_compared = 0
+    for text in prompts:
+        n_asked = max(i for i in range(len(text)) if text[i : i + len(begins)] == begins)
+        asked = text[: n_asked + len(begins)]
+        proposed.clear()
+        with Engine(config) as engine:
+            session = engine.session()
+            events = list(session.generate(Prompt(tokens=tuple(asked)), greedy))
+            session.close()
+        decided = asked + [event.token for event in events if isinstance(event, TokenEvent)]
+        with torch.no_grad():
+            hidden = model(torch.tensor([decided]))
+        for at, token, drafts in proposed:
+            assert decided[at : at + 1] in ([token], [])
+            chain = [*decided[:at], token]
+            for depth, draft in enumerate(drafts, 1):
+                # rows of tokens that are not decided are not looked at
+                rows = torch.zeros(1, len(chain), SHAPE.n_embd)
+                rows[:, :at] = hidden[:, :at]
+                with torch.no_grad():
+                    row = model.drafts(torch.tensor([chain]), rows, depth)[-1][0, -1]
+                assert int(model.head(row).argmax()) == draft
+                chain.append(draft)
+                n_compared += 1
+    assert n_compared >= 30
 
 
 def test_export_gives_the_file_back(
