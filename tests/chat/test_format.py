@@ -303,9 +303,13 @@ def test_demands_on_loose_tools_are_told(vocab: Vocab) -> None:
 
 
 def test_a_template_without_tools_says_so(vocab: Vocab) -> None:
-    with pytest.raises(UnsupportedContentError, match="no place for them"):
-        render(vocab, source=tiny_vocab.CHATML, tools=[LOOK])
-    assert render(vocab, source=tiny_vocab.CHATML).text.startswith("<|im_start|>user\nhi")
+    rendered = render(vocab, source=tiny_vocab.CHATML, tools=[LOOK])
+    assert rendered.text == render(vocab, source=tiny_vocab.CHATML).text
+    assert rendered.notes == (
+        "the chat template has no place for tools: the model is not told of them",
+    )
+    with pytest.raises(UnsupportedContentError, match="no place for tools"):
+        render(vocab, source=tiny_vocab.CHATML, tools=[LOOK], tool_choice="required")
 
 
 def test_a_grammar_keeps_the_model_from_thinking(vocab: Vocab) -> None:

@@ -196,8 +196,22 @@ def test_flags_of_thinking() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "enabled"),
+    [
+        ({"reasoning": "off"}, False),
+        ({"reasoning": "on"}, True),
+        ({"reasoning": "on", "enable_thinking": True}, True),
+        ({"reasoning": "auto", "enable_thinking": False}, False),
+    ],
+)
+def test_llamacpps_name_for_the_switch(options: dict[str, Any], enabled: bool) -> None:
+    assert defaults_of(**options).enabled is enabled
+
+
+@pytest.mark.parametrize(
     ("args", "reason"),
     [
+        (["--reasoning", "on", "--no-think"], "--reasoning is on, but must be given without --no"),
         (["--reasoning-effort", "hard"], "--reasoning-effort is hard, but must be one of none, "),
         (["--reasoning-budget", "-2"], "--reasoning-budget is -2, but must be at least 0, or -1"),
         (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs is [1], but must be a JSON "),

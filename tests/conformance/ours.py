@@ -32,6 +32,7 @@ def kvmem_flags(flags: argparse.Namespace) -> list[str]:
         "--api-key": flags.api_key,
         "--chat-template": flags.chat_template,
         "--chat-template-file": flags.chat_template_file,
+        "--reasoning": flags.reasoning,
     }
     thinking = {"on": ["--enable-thinking"], "off": ["--no-think"]}.get(flags.reasoning, [])
     words = [word for name, value in said.items() if value for word in (name, str(value))]

@@ -204,3 +204,30 @@ def test_a_demand_that_cannot_be_met_is_a_400(
         response = client.post(CHAT, json={**body, **fields})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+def test_the_prompt_and_how_far_it_is_read(renderer: ChatRenderer) -> None:
+    client = Client(renderer, [b"x</think>y"])
+    reply = client.ask(stream=False, verbose=True)
+    assert reply["__verbose"]["prompt"].endswith("<think>\n")
+    assert "__verbose" not in client.ask(stream=False)
+    body = {
+        "messages": [{"role": "user", "content": "hi"}], "stream": True, "return_progress": True,
+    }  # fmt: skip
+    backend = FakeBackend(Script([b"x</think>y"]), n_ctx=4096, renderer=renderer)
+    with TestClient(app_of(backend)) as http:
+        until(lambda: http.get("/health").status_code == 200)
+        lines = http.post(CHAT, json=body).text.split("\n\n")
+    chunks = [
+        json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")
+    ]
+    [progress] = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+    assert progress["processed"] == progress["cache"] == progress["total"] // 2
+    assert progress["time_ms"] >= 0
+
+
+def test_thinking_may_stay_in_the_content(renderer: ChatRenderer) -> None:
+    reply = Client(renderer, [b"so</think>", b"yes"]).ask(stream=False, reasoning_format="none")
+    message = reply["choices"][0]["message"]
+    assert "reasoning_content" not in message
+    assert message["content"].endswith("so</think>yes")

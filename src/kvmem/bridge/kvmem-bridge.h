@@ -53,7 +53,7 @@ KVMEM_BRIDGE_API int kvmem_chat_info(const kvmem_chat * chat, char ** text, size
 
 // request: {"messages": [..], "tools"?: [..], "tool_choice"?: text, "parallel_tool_calls"?: bool, "kwargs"?: {..},
 //           "enable_thinking"?: bool, "add_generation_prompt"?: bool, "json_schema"?: {..},
-//           "continue"?: true | "content" | "reasoning_content"}
+//           "continue"?: true | "content" | "reasoning_content", "keeps_thinking"?: bool (thinking stays in content)}
 // result:  {"prompt", "generation_prompt", "grammar", "grammar_lazy", "stops": [..], "thinking_start",
 //           "thinking_ends": [..], "preserved_tokens": [..], "format"}
 KVMEM_BRIDGE_API int kvmem_chat_render(

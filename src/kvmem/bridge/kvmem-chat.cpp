@@ -56,7 +56,8 @@ static common_chat_templates_inputs read_inputs(const common_json & request) {
     inputs.parallel_tool_calls   = request.value("parallel_tool_calls", false);
     inputs.enable_thinking       = request.value("enable_thinking", true);
     inputs.add_generation_prompt = request.value("add_generation_prompt", true);
-    inputs.reasoning_format      = COMMON_REASONING_FORMAT_DEEPSEEK;
+    inputs.reasoning_format =
+            request.value("keeps_thinking", false) ? COMMON_REASONING_FORMAT_NONE : COMMON_REASONING_FORMAT_DEEPSEEK;
     return inputs;
 }
 

@@ -70,12 +70,16 @@ class TemplateFormat:
                 raise FieldError("response_format", f"cannot be enforced: {fault}")
             for fault in find_unenforced(request.schema, lambda text: check_grammar(model, text)):
                 raise FieldError("response_format", f"cannot be enforced: {fault}")
-        if request.tools and not self.has_tools:
+        if not request.tools or request.tool_choice.mode == "none":
+            return []
+        if self.has_tools:
+            return self._check_tools(request, model)
+        if request.tool_choice.mode == "required":
             raise UnsupportedContentError(
-                "tools are given, but this model's chat template has no place for them; start the "
-                "server with a --chat-template-file that has one, or leave them out"
+                "a call is demanded, but this model's chat template has no place for tools; start "
+                "the server with a --chat-template-file that has one"
             )
-        return self._check_tools(request, model) if request.tool_choice.mode != "none" else []
+        return ["the chat template has no place for tools: the model is not told of them"]
 
     def _check_tools(self, request: ChatRequest, model: Model) -> list[str]:
         notes = []

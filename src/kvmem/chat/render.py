@@ -306,6 +306,8 @@ def _template_fields(request: ChatRequest, parallel: bool) -> dict[str, Any]:
         fields["json_schema"] = dict(request.schema)
     if request.continues:
         fields["continue"] = request.continues
+    if request.keeps_thinking:
+        fields["keeps_thinking"] = True
     if request.grammar is not None and thinking.enabled is None:
         fields["enable_thinking"] = False
     elif thinking.enabled is not None:

@@ -49,6 +49,8 @@ class ChatRequest:
     continues: go on with the last message, an assistant's: True for whichever of its parts is
         last, or "content" or "reasoning_content".
     include_memory: put the memory report into the reply.
+    show_progress: tell a stream how far the prompt is read. show_prompt: put it into the reply.
+    keeps_thinking: leave thinking in the content, as the model writes it.
     notes: what was asked for and is not done.
     """
 
@@ -68,6 +70,9 @@ class ChatRequest:
     include_memory: bool = False
     add_generation_prompt: bool = True
     continues: bool | str = False
+    show_progress: bool = False
+    show_prompt: bool = False
+    keeps_thinking: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -106,6 +111,9 @@ def parse_chat_request(body: object, defaults: RequestDefaults | None = None) ->
         include_memory=_read_include_memory(body),
         add_generation_prompt=add_prompt is not False,
         continues=_read_continues(body, messages),
+        show_progress=read_bool(body, "return_progress") or False,
+        show_prompt=read_bool(body, "verbose") or False,
+        keeps_thinking=_read_keeps_thinking(body),
         notes=notes,
     )
 
@@ -161,6 +169,13 @@ def _read_continues(body: dict[str, Any], messages: tuple[Message, ...]) -> bool
     if messages[-1].role != "assistant" or messages[-1].tool_calls:
         raise FieldError(name, "needs an assistant message without tool calls at the end")
     return bool(value) if value is True else str(value)
+
+
+def _read_keeps_thinking(body: dict[str, Any]) -> bool:
+    form = read_text(body, "reasoning_format")
+    if form not in (None, "none", "auto", "deepseek", "deepseek-legacy"):
+        raise FieldError("reasoning_format", "must be none, auto, deepseek or deepseek-legacy")
+    return form == "none"
 
 
 def _ends_with_prefill(messages: tuple[Message, ...]) -> bool:

@@ -8,7 +8,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from typer import Option
 
@@ -336,6 +336,11 @@ class SamplingOptions:
         _flag("--enable-thinking/--no-think", panel=SAMPLING_PANEL,
               help="Whether models that can think do so. Left out: as the template has it."),
     ] = None  # fmt: skip
+    reasoning: Annotated[
+        Literal["on", "off", "auto"],
+        _llama("-rea", "--reasoning", env="REASONING", panel=SAMPLING_PANEL,
+               help="llama-server's name for the same."),
+    ] = "auto"  # fmt: skip
     reasoning_effort: Annotated[
         str | None,
         _llama("--reasoning-effort", env="REASONING_EFFORT", panel=SAMPLING_PANEL,
@@ -397,12 +402,19 @@ class SamplingOptions:
             rule = f"one of {', '.join(EFFORTS)}"
             raise ConfigError("reasoning_effort", self.reasoning_effort, rule)
         return Thinking(
-            enabled=self.enable_thinking,
+            enabled=self._enabled(),
             effort=self.reasoning_effort,
             budget=None if self.reasoning_budget == -1 else self.reasoning_budget,
             message=self.reasoning_budget_message,
             kwargs=self._template_kwargs(),
         )
+
+    def _enabled(self) -> bool | None:
+        by_llama = {"on": True, "off": False, "auto": None}[self.reasoning]
+        if by_llama is not None and self.enable_thinking not in (None, by_llama):
+            name = "--enable-thinking" if self.enable_thinking else "--no-think"
+            raise ConfigError("reasoning", self.reasoning, f"given without {name}")
+        return by_llama if by_llama is not None else self.enable_thinking
 
     def _template_kwargs(self) -> dict[str, Any]:
         text = self.template_kwargs

@@ -12,7 +12,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvmem.chat.reply import Delta, ReplyMessage, ReplyReader
-from kvmem.engine.events import Done, Event, TokenEvent
+from kvmem.engine.events import Done, Event, PromptProgress, TokenEvent
 from kvmem.engine.logprobs import TokenLogprobs
 from kvmem.errors import Cancelled
 from kvmem.server import sse
@@ -112,13 +112,14 @@ class EventStream(EventLines):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What some tokens add to a reply. Neither: a sign of life."""
+    """What some events add to a reply. Nothing: a sign of life."""
 
     delta: Delta
     logprobs: Sequence[TokenLogprobs] = ()
+    progress: Sequence[PromptProgress] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.delta or self.logprobs)
+        return bool(self.delta or self.logprobs or self.progress)
 
 
 async def _events(
@@ -126,8 +127,11 @@ async def _events(
 ) -> AsyncIterator[bytes]:
     yield sse.COMMENT  # headers go out with it
     began = False
+    started = monotonic()
+    n_cached: int | None = None
     try:
-        async for item in _read(generation, reader, first, ticks=True):
+        items = _read(generation, reader, first, ticks=True, progress=shape.show_progress)
+        async for item in items:
             if not began and item:
                 began = True
                 yield sse.encode(shape.role())
@@ -136,6 +140,9 @@ async def _events(
                     yield sse.encode(chunk)
                 yield sse.END
             else:
+                for step in item.progress:
+                    n_cached = step.n_done if n_cached is None else n_cached
+                    yield sse.encode(shape.progress(step, n_cached, monotonic() - started))
                 for chunk in shape.chunks(item.delta, item.logprobs):
                     yield sse.encode(chunk)
                 if not item:
@@ -145,9 +152,16 @@ async def _events(
 
 
 async def _read(
-    generation: Generation, reader: ReplyReader, first: Event | None, *, ticks: bool = False
+    generation: Generation,
+    reader: ReplyReader,
+    first: Event | None,
+    *,
+    ticks: bool = False,
+    progress: bool = False,
 ) -> AsyncIterator[_Piece | Done]:
-    """Pieces, and last the Done; with `ticks` an empty piece for each second of silence."""
+    """Pieces, and last the Done; with `ticks` an empty piece for each second of silence, with
+    `progress` one for each step of reading the prompt.
+    """
     events = [] if first is None else [first]
     told = monotonic()
     waiting: list[TokenLogprobs] = []  # of tokens that have added nothing yet
@@ -156,7 +170,11 @@ async def _read(
             events = await generation.drain(max(0.0, told + SILENCE_S - monotonic()))
         tokens = [event for event in events if isinstance(event, TokenEvent)]
         done = next((event for event in events if isinstance(event, Done)), None)
+        steps = [event for event in events if isinstance(event, PromptProgress)]
         events = []
+        if steps and progress:
+            yield _Piece(Delta(), progress=steps)
+            told = monotonic()
         delta = Delta()
         if tokens and not reader.is_stopped:
             delta = reader.feed(tokens)

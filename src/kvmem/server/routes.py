@@ -69,6 +69,8 @@ class Api:
             model=self._model_name,
             include_usage=asked.include_usage,
             include_memory=asked.include_memory,
+            show_progress=asked.show_progress,
+            shown_prompt=rendered.text if asked.show_prompt else None,
         )
         generation = self._worker.submit(prompt, rendered.params())
         if asked.stream:

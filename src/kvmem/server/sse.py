@@ -109,11 +109,15 @@ class ReplyShape:
     """What all parts of one reply have in common.
 
     include_usage: send the chunk with usage. include_memory: add the memory report at the end.
+    show_progress: send a chunk for each step of reading the prompt.
+    shown_prompt: put it into the reply, where llama-server has it.
     """
 
     model: str
     include_usage: bool = False
     include_memory: bool = False
+    show_progress: bool = False
+    shown_prompt: str | None = None
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -137,6 +141,16 @@ class ReplyShape:
     def role(self) -> dict[str, Any]:
         """The first chunk."""
         return self._chunk({"role": "assistant", "content": None}, None)
+
+    def progress(self, step: PromptProgress, n_cached: int, seconds: float) -> dict[str, Any]:
+        """How far the prompt is read."""
+        progress = {
+            "total": step.n_total,
+            "cache": n_cached,
+            "processed": step.n_done,
+            "time_ms": seconds * 1e3,
+        }
+        return {**self._chunk({}, None), "prompt_progress": progress}
 
     def chunks(self, delta: Delta, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
         """One chunk for each kind of thing that a delta has, and each call; logprobs with the
@@ -183,6 +197,8 @@ class ReplyShape:
 
     def _tail(self, done: Done, reader: ReplyReader) -> dict[str, Any]:
         tail: dict[str, Any] = {"timings": timings_of(done.stats)}
+        if self.shown_prompt is not None:
+            tail["__verbose"] = {"prompt": self.shown_prompt}
         if self.include_memory:
             report = done.stats.memory.as_dict()
             tail["kvmem"] = {**report, "notes": [*report["notes"], *reader.notes]}
