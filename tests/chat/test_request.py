@@ -201,7 +201,6 @@ def test_a_body_that_is_no_object() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"n": 2},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         {"tools": [TOOL], "response_format": {"type": "json_object"}},
         {"tools": [TOOL], "grammar": 'root ::= "a"'},

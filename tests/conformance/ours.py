@@ -34,9 +34,8 @@ def kvmem_flags(flags: argparse.Namespace) -> list[str]:
         "--chat-template-file": flags.chat_template_file,
         "--reasoning": flags.reasoning,
     }
-    thinking = {"on": ["--enable-thinking"], "off": ["--no-think"]}.get(flags.reasoning, [])
     words = [word for name, value in said.items() if value for word in (name, str(value))]
-    return [*words, *thinking, *(["--verbose"] if flags.verbose else [])]
+    return [*words, "--verbose"] if flags.verbose else words
 
 
 if __name__ == "__main__":

@@ -316,3 +316,45 @@ def test_a_model_that_cannot_be_loaded() -> None:
         response = client.get("/health")
     assert response.status_code == 500
     assert "budget_tokens is 1, but must be more" in response.json()["error"]["message"]
+
+
+def test_several_replies_to_one_request() -> None:
+    scripts = [Script([b"one"]), Script([b"two"])]
+    body = post(FakeBackend(*scripts), n=2).json()
+    assert [(c["index"], c["message"]["content"]) for c in body["choices"]] == [
+        (0, "one"), (1, "two")
+    ]  # fmt: skip
+    assert body["usage"]["completion_tokens"] == 2 and body["usage"]["prompt_tokens"] == 8
+    wanted = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = chunks_of(post(FakeBackend(*scripts), n=2, **wanted).text)
+    assert [[c["index"] for c in chunk["choices"]] for chunk in chunks] == [
+        [0], [0], [0], [1], [1], [1], []
+    ]  # fmt: skip
+    assert chunks[-1]["usage"]["completion_tokens"] == 2
+
+
+def test_replies_to_one_request_have_seeds_of_their_own() -> None:
+    backend = FakeBackend()
+    post(backend, n=3, seed=(1 << 32) - 2)
+    assert [params.sampling.seed for params in backend.params] == [(1 << 32) - 2, (1 << 32) - 1, 0]
+
+
+def test_progress_and_timings_on_the_way() -> None:
+    wanted = {"stream": True, "return_progress": True, "timings_per_token": True}
+    role, first, *others = chunks_of(post(FakeBackend(), **wanted).text)
+    assert role["choices"][0]["delta"] == {"role": "assistant", "content": None}
+    assert "timings" not in role and "prompt_progress" not in role
+    progress = first["prompt_progress"]
+    assert {name: progress[name] for name in ("total", "cache", "processed")} == {
+        "total": 4, "cache": 2, "processed": 2
+    }  # fmt: skip
+    assert first["timings"]["prompt_n"] == 0 and first["timings"]["prompt_ms"] == 0.0
+    said = [chunk["timings"]["predicted_n"] for chunk in others if chunk["choices"][0]["delta"]]
+    assert said[-1] == 2
+    plain = chunks_of(post(FakeBackend(), stream=True).text)
+    assert not any("prompt_progress" in chunk or "timings" in chunk for chunk in plain[:-1])
+
+
+def test_the_prompt_is_shown_to_who_wants_it() -> None:
+    assert post(FakeBackend(), verbose=True).json()["__verbose"] == {"prompt": "one two three four"}
+    assert "__verbose" not in post(FakeBackend()).json()

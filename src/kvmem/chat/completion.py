@@ -15,9 +15,8 @@ from kvmem.chat.fields import (
     read_object,
     read_text,
 )
-from kvmem.chat.request import RequestDefaults
+from kvmem.chat.request import MAX_CHOICES, RequestDefaults
 from kvmem.chat.sampling import (
-    MAX_SEED,
     read_max_tokens,
     read_sampling,
     read_stop,
@@ -41,7 +40,6 @@ __all__ = [
 ]
 
 MAX_PROBS = 1024
-MAX_CHOICES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +167,7 @@ def render_completion(request: CompletionRequest, vocab: Vocab) -> RenderedCompl
     return RenderedCompletion(
         prompts=tuple(prompts),
         texts=tuple(vocab.detokenize(prompt.tokens) for prompt in prompts),
-        params=tuple(vary_seed(params, i % request.n) for i in range(len(prompts))),
+        params=tuple(params.vary(i % request.n) for i in range(len(prompts))),
         settings={
             **settings,
             "n_predict": -1 if request.max_tokens is None else request.max_tokens,
@@ -181,16 +179,6 @@ def render_completion(request: CompletionRequest, vocab: Vocab) -> RenderedCompl
             "timings_per_token": request.with_timings,
         },
     )
-
-
-def vary_seed(params: GenerateParams, by: int) -> GenerateParams:
-    """The same with another seed, where one is set: replies of one prompt are to differ."""
-    sampling = params.sampling
-    if not by or sampling.seed in (None, -1):
-        return params
-    assert sampling.seed is not None
-    seed = (sampling.seed + by) & MAX_SEED
-    return replace(params, sampling=replace(sampling, seed=seed))
 
 
 def _read_prompts(body: dict[str, Any]) -> tuple[tuple[MixedText, ...], bool]:

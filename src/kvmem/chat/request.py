@@ -26,6 +26,7 @@ from kvmem.errors import UnsupportedContentError
 __all__ = ["ChatRequest", "RequestDefaults", "parse_chat_request"]
 
 MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +50,10 @@ class ChatRequest:
     continues: go on with the last message, an assistant's: True for whichever of its parts is
         last, or "content" or "reasoning_content".
     include_memory: put the memory report into the reply.
-    show_progress: tell a stream how far the prompt is read. show_prompt: put it into the reply.
+    show_progress, show_timings: tell a stream how far the prompt is read, and how fast all goes.
+    show_prompt: put it into the reply.
     keeps_thinking: leave thinking in the content, as the model writes it.
+    n: replies that are wanted.
     notes: what was asked for and is not done.
     """
 
@@ -65,9 +68,11 @@ class ChatRequest:
     max_tokens: int | None = None
     n_logprobs: int | None = None
     stop: tuple[str, ...] = ()
+    n: int = 1
     stream: bool = False
     include_usage: bool = False
     include_memory: bool = False
+    show_timings: bool = False
     add_generation_prompt: bool = True
     continues: bool | str = False
     show_progress: bool = False
@@ -81,8 +86,6 @@ def parse_chat_request(body: object, defaults: RequestDefaults | None = None) ->
     defaults = defaults or RequestDefaults()
     if not isinstance(body, dict):
         raise FieldError("the body", "must be a JSON object")
-    if (read_integer(body, "n", least=1) or 1) > 1:
-        raise UnsupportedContentError("n is above 1, but one reply is made per request")
     options = read_object(body, "stream_options") or {}
     messages = read_messages(body)
     tools, notes = read_tools(body)
@@ -106,9 +109,11 @@ def parse_chat_request(body: object, defaults: RequestDefaults | None = None) ->
         max_tokens=read_max_tokens(body, defaults.max_tokens),
         n_logprobs=_read_logprobs(body),
         stop=read_stop(body),
+        n=read_integer(body, "n", least=1, most=MAX_CHOICES) or 1,
         stream=read_bool(body, "stream") or False,
         include_usage=read_bool(options, "include_usage", path="stream_options.") or False,
         include_memory=_read_include_memory(body),
+        show_timings=read_bool(body, "timings_per_token") or False,
         add_generation_prompt=add_prompt is not False,
         continues=_read_continues(body, messages),
         show_progress=read_bool(body, "return_progress") or False,

@@ -10,7 +10,7 @@ from kvmem.chat.fields import FieldError, read_bool, read_integer, read_list, re
 from kvmem.chat.text import Tokenizer
 from kvmem.engine.sampling import SamplingParams
 
-__all__ = ["MAX_SEED", "read_max_tokens", "read_sampling", "read_stop", "resolve_biases"]
+__all__ = ["read_max_tokens", "read_sampling", "read_stop", "resolve_biases"]
 
 NUMBER = re.compile(r"-?\d{1,18}")
 MAX_SEED = (1 << 32) - 1

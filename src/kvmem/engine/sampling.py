@@ -1,8 +1,9 @@
 """How tokens are chosen, and when a reply ends."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Self
 
 from kvmem.errors import RequestError
 
@@ -66,6 +67,13 @@ class GenerateParams:
     stop_tokens: frozenset[int] = frozenset()
     n_logprobs: int | None = None
     n_chances: int | None = None
+
+    def vary(self, number: int) -> Self:
+        """For the reply of this number to one prompt: with a seed of its own, where one is set."""
+        seed = self.sampling.seed
+        if number == 0 or seed is None or seed == -1:
+            return self
+        return replace(self, sampling=replace(self.sampling, seed=(seed + number) % (1 << 32)))
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "n_logprobs", "n_chances"):

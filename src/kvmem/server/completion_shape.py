@@ -9,7 +9,8 @@ from kvmem.chat.completion import CompletionRequest, RenderedCompletion
 from kvmem.engine.events import PromptProgress
 from kvmem.engine.logprobs import TokenChance, TokenChances, TokenLogprob, TokenLogprobs
 from kvmem.server.completion_reader import Piece, WholeReply
-from kvmem.server.sse import Progress, fingerprint, timings_of, usage_of
+from kvmem.server.pace import Pace
+from kvmem.server.sse import fingerprint, sum_usage, timings_of, usage_of
 
 __all__ = ["NativeShape", "OpenAiShape"]
 
@@ -23,21 +24,22 @@ class NativeShape:
         self._model = model
         self._asked = asked
         self._rendered = rendered
-        self._progress = [Progress() for _ in rendered.prompts]
+        self._paces = _paces(asked, rendered)
 
     def whole(self, replies: Sequence[WholeReply]) -> Any:
         """All replies, without `stream`."""
         bodies = [self._final(i, reply, reply.piece.text) for i, reply in enumerate(replies)]
         return bodies if self._asked.is_list or self._asked.n > 1 else bodies[0]
 
-    def progress(self, index: int, event: PromptProgress) -> dict[str, Any]:
-        """So much of the prompt is read."""
-        progress = self._progress[index].of(event)
-        return {**self._part(index, Piece()), **progress}
+    def progress(self, index: int, event: PromptProgress) -> dict[str, Any] | None:
+        """So much of the prompt is read; None where the client does not want to know."""
+        told = self._paces[index].read(event)
+        return {**self._part(index, Piece()), **told} if told else None
 
     def piece(self, index: int, piece: Piece) -> dict[str, Any]:
         """Some text."""
-        return {**self._part(index, piece), **_native_probabilities(piece.logprobs)}
+        told = self._paces[index].said(len(piece.tokens))
+        return {**self._part(index, piece), **_native_probabilities(piece.logprobs), **told}
 
     def last(self, index: int, reply: WholeReply) -> dict[str, Any]:
         """The end of a stream: everything but the text."""
@@ -90,7 +92,7 @@ class OpenAiShape:
 
     def __init__(self, model: str, asked: CompletionRequest, rendered: RenderedCompletion) -> None:
         self._asked = asked
-        self._progress = [Progress() for _ in rendered.prompts]
+        self._paces = _paces(asked, rendered)
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -105,18 +107,21 @@ class OpenAiShape:
             _choice(i, reply.piece, _finish_reason(reply)) for i, reply in enumerate(replies)
         ]
         usage = [usage_of(reply.done.stats) for reply in replies]
-        body = {**self._head, "choices": choices, "usage": _sum(usage)}
+        body = {**self._head, "choices": choices, "usage": sum_usage(usage)}
         if len(replies) == 1:
             body["timings"] = timings_of(replies[0].done.stats)
         return body
 
-    def progress(self, index: int, event: PromptProgress) -> dict[str, Any]:
-        """So much of the prompt is read."""
-        return {**self.piece(index, Piece()), **self._progress[index].of(event)}
+    def progress(self, index: int, event: PromptProgress) -> dict[str, Any] | None:
+        """So much of the prompt is read; None where the client does not want to know."""
+        told = self._paces[index].read(event)
+        choices = [_choice(index, Piece(), None)]
+        return {**self._head, "choices": choices, **told} if told else None
 
     def piece(self, index: int, piece: Piece) -> dict[str, Any]:
         """Some text."""
-        return {**self._head, "choices": [_choice(index, piece, None)]}
+        told = self._paces[index].said(len(piece.tokens))
+        return {**self._head, "choices": [_choice(index, piece, None)], **told}
 
     def last(self, index: int, reply: WholeReply) -> dict[str, Any]:
         """The end of a stream: everything but the text."""
@@ -127,6 +132,13 @@ class OpenAiShape:
             "usage": usage_of(stats),
             "timings": timings_of(stats),
         }
+
+
+def _paces(asked: CompletionRequest, rendered: RenderedCompletion) -> list[Pace]:
+    return [
+        Pace(with_progress=asked.with_progress, with_timings=asked.with_timings)
+        for _ in rendered.prompts
+    ]
 
 
 def _choice(index: int, piece: Piece, reason: str | None) -> dict[str, Any]:
@@ -169,16 +181,6 @@ def _probability(entry: TokenLogprob | TokenChance) -> dict[str, Any]:
         "token": entry.piece.decode("utf-8", "replace"),
         "bytes": list(entry.piece),
         **number,
-    }
-
-
-def _sum(usage: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts of several replies as one."""
-    return {
-        name: _sum([one[name] for one in usage])
-        if isinstance(value, Mapping)
-        else sum(one[name] for one in usage)
-        for name, value in usage[0].items()
     }
 
 

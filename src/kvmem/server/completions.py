@@ -84,8 +84,8 @@ async def _lines(
                 if isinstance(item, Tick):
                     yield sse.COMMENT
                 elif isinstance(item, PromptProgress):
-                    if asked.with_progress:
-                        yield sse.encode(shape.progress(index, item))
+                    if (chunk := shape.progress(index, item)) is not None:
+                        yield sse.encode(chunk)
                 elif isinstance(item, Piece):
                     yield sse.encode(shape.piece(index, item))
                 else:

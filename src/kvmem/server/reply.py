@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from time import monotonic
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -17,11 +18,13 @@ from kvmem.engine.logprobs import TokenLogprobs
 from kvmem.errors import Cancelled
 from kvmem.server import sse
 from kvmem.server.errors import error_body
+from kvmem.server.pace import Pace
 from kvmem.server.sse import Reply, ReplyShape
 from kvmem.server.worker import Generation
 
 __all__ = [
     "SILENCE_S",
+    "Choice",
     "EventLines",
     "EventStream",
     "cancel_on_disconnect",
@@ -72,9 +75,10 @@ async def read_whole(generation: Generation, reader: ReplyReader) -> Reply:
     logprobs: list[TokenLogprobs] = []
     async for item in _read(generation, reader, None):
         if isinstance(item, Done):
-            return Reply(message, logprobs, item)
-        message.add(item.delta)
-        logprobs += item.logprobs
+            return Reply(message, logprobs, item, reader)
+        if isinstance(item, _Piece):
+            message.add(item.delta)
+            logprobs += item.logprobs
     raise Cancelled("the reply was cut short")
 
 
@@ -97,98 +101,115 @@ class EventLines(StreamingResponse):
                 generation.cancel()
 
 
-class EventStream(EventLines):
-    """A chat reply as server-sent events."""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the replies to a request, and how it is read."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        first: Event | None,
-        shape: ReplyShape,
-        reader: ReplyReader,
-    ) -> None:
-        super().__init__([generation], _events(generation, first, shape, reader))
+    generation: Generation
+    reader: ReplyReader
+    pace: Pace
+
+
+class EventStream(EventLines):
+    """The replies to a chat request as server-sent events, one after the other."""
+
+    def __init__(self, choices: Sequence[Choice], first: Event | None, shape: ReplyShape) -> None:
+        super().__init__([one.generation for one in choices], _events(choices, first, shape))
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What some events add to a reply. Nothing: a sign of life."""
+    """What some tokens add to a reply. Neither: a sign of life."""
 
     delta: Delta
     logprobs: Sequence[TokenLogprobs] = ()
-    progress: Sequence[PromptProgress] = ()
+    n_tokens: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.delta or self.logprobs or self.progress)
+        return bool(self.delta or self.logprobs)
 
 
 async def _events(
-    generation: Generation, first: Event | None, shape: ReplyShape, reader: ReplyReader
+    choices: Sequence[Choice], first: Event | None, shape: ReplyShape
 ) -> AsyncIterator[bytes]:
     yield sse.COMMENT  # headers go out with it
-    began = False
-    started = monotonic()
-    n_cached: int | None = None
+    ends: list[tuple[Done, ReplyReader]] = []
     try:
-        items = _read(generation, reader, first, ticks=True, progress=shape.show_progress)
-        async for item in items:
-            if not began and item:
-                began = True
-                yield sse.encode(shape.role())
-            if isinstance(item, Done):
-                for chunk in shape.last(item, reader):
-                    yield sse.encode(chunk)
-                yield sse.END
-            else:
-                for step in item.progress:
-                    n_cached = step.n_done if n_cached is None else n_cached
-                    yield sse.encode(shape.progress(step, n_cached, monotonic() - started))
-                for chunk in shape.chunks(item.delta, item.logprobs):
-                    yield sse.encode(chunk)
-                if not item:
-                    yield sse.COMMENT
+        for index, choice in enumerate(choices):
+            async for chunk in _chunks(index, choice, first, shape, ends):
+                yield sse.COMMENT if chunk is None else sse.encode(chunk)
+            first = None
+        if shape.include_usage:
+            yield sse.encode(shape.usage(ends))
+        yield sse.END
     except Exception as error:
         yield sse.encode(error_body(error))
 
 
-async def _read(
-    generation: Generation,
-    reader: ReplyReader,
+async def _chunks(
+    index: int,
+    choice: Choice,
     first: Event | None,
-    *,
-    ticks: bool = False,
-    progress: bool = False,
-) -> AsyncIterator[_Piece | Done]:
-    """Pieces, and last the Done; with `ticks` an empty piece for each second of silence, with
-    `progress` one for each step of reading the prompt.
-    """
+    shape: ReplyShape,
+    ends: list[tuple[Done, ReplyReader]],
+) -> AsyncIterator[dict[str, Any] | None]:
+    """The chunks of one choice, None for a sign of life; its end is added to `ends`."""
+    began = False
+    async for item in _read(choice.generation, choice.reader, first, ticks=True):
+        told: dict[str, Any] = {}
+        if isinstance(item, PromptProgress):
+            told = choice.pace.read(item)
+            if not told:
+                continue
+        if not began and (item or told):
+            began = True
+            yield shape.role(index)
+        if isinstance(item, PromptProgress):
+            if told:
+                yield shape.progress(index, told)
+        elif isinstance(item, Done):
+            ends.append((item, choice.reader))
+            yield shape.finish(index, item, choice.reader)
+        elif item:
+            told = choice.pace.said(item.n_tokens)
+            for chunk in shape.chunks(index, item.delta, item.logprobs):
+                yield {**chunk, **told}
+        else:
+            yield None
+
+
+async def _read(
+    generation: Generation, reader: ReplyReader, first: Event | None, *, ticks: bool = False
+) -> AsyncIterator[PromptProgress | _Piece | Done]:
+    """Progress, pieces, and last the Done; with `ticks` an empty piece for a second of silence."""
     events = [] if first is None else [first]
     told = monotonic()
     waiting: list[TokenLogprobs] = []  # of tokens that have added nothing yet
+    n_waiting = 0
     while True:
         if not events:
             events = await generation.drain(max(0.0, told + SILENCE_S - monotonic()))
+        for event in events:
+            if isinstance(event, PromptProgress):
+                yield event
         tokens = [event for event in events if isinstance(event, TokenEvent)]
         done = next((event for event in events if isinstance(event, Done)), None)
-        steps = [event for event in events if isinstance(event, PromptProgress)]
         events = []
-        if steps and progress:
-            yield _Piece(Delta(), progress=steps)
-            told = monotonic()
         delta = Delta()
         if tokens and not reader.is_stopped:
             delta = reader.feed(tokens)
             waiting += [token.logprobs for token in tokens if token.logprobs is not None]
+            n_waiting += len(tokens)
             if reader.is_stopped:
                 generation.cancel()
         if delta:
-            yield _Piece(delta, tuple(waiting))
-            waiting = []
+            yield _Piece(delta, tuple(waiting), n_waiting)
+            waiting, n_waiting = [], 0
             told = monotonic()
         if done is not None:
             rest = reader.finish(done.reason)
             if rest or waiting:
-                yield _Piece(rest, tuple(waiting))
+                yield _Piece(rest, tuple(waiting), n_waiting)
             _log_notes(reader)
             yield _end(done, reader)
             return

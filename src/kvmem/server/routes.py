@@ -1,5 +1,7 @@
 """The endpoints: /health, /v1/models, /v1/chat/completions, each also without /v1."""
 
+from contextlib import AsyncExitStack
+
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -8,7 +10,8 @@ from starlette.routing import Route
 from kvmem.chat.request import RequestDefaults, parse_chat_request
 from kvmem.errors import ContextLengthError
 from kvmem.server.body import read_json
-from kvmem.server.reply import EventStream, cancel_on_disconnect, first_event, read_whole
+from kvmem.server.pace import Pace
+from kvmem.server.reply import Choice, EventStream, cancel_on_disconnect, first_event, read_whole
 from kvmem.server.sse import ReplyShape
 from kvmem.server.worker import EngineWorker
 
@@ -60,21 +63,33 @@ class Api:
         body = await read_json(request)
         backend = self._worker.backend
         asked = parse_chat_request(body, self._defaults)
-        rendered = await run_in_threadpool(backend.render, asked)
-        prompt = rendered.prompt
+        # a parser reads one reply, so each has its own
+        rendered = [await run_in_threadpool(backend.render, asked) for _ in range(asked.n)]
+        prompt = rendered[0].prompt
         if len(prompt.tokens) >= backend.n_ctx:
             raise ContextLengthError(len(prompt.tokens), backend.n_ctx)
-        reader = rendered.reader()
         shape = ReplyShape(
             model=self._model_name,
+            prompt=rendered[0].text if asked.show_prompt else None,
             include_usage=asked.include_usage,
             include_memory=asked.include_memory,
-            show_progress=asked.show_progress,
-            shown_prompt=rendered.text if asked.show_prompt else None,
         )
-        generation = self._worker.submit(prompt, rendered.params())
-        if asked.stream:
-            return EventStream(generation, await first_event(generation), shape, reader)
-        async with generation, cancel_on_disconnect(request, generation):
-            reply = await read_whole(generation, reader)
-        return JSONResponse(shape.whole(reply, reader))
+        async with AsyncExitStack() as stack:
+            choices = [
+                Choice(
+                    await stack.enter_async_context(
+                        self._worker.submit(prompt, one.params().vary(number))
+                    ),
+                    one.reader(),
+                    Pace(with_progress=asked.show_progress, with_timings=asked.show_timings),
+                )
+                for number, one in enumerate(rendered)
+            ]
+            generations = [choice.generation for choice in choices]
+            if asked.stream:
+                first = await first_event(generations[0])
+                stack.pop_all()  # from here on the stream ends them
+                return EventStream(choices, first, shape)
+            await stack.enter_async_context(cancel_on_disconnect(request, *generations))
+            replies = [await read_whole(one.generation, one.reader) for one in choices]
+        return JSONResponse(shape.whole(replies))

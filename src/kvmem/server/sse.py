@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from kvmem.chat.reply import CallDelta, Delta, ReplyMessage, ReplyReader
-from kvmem.engine.events import Done, PromptProgress
+from kvmem.engine.events import Done
 from kvmem.engine.logprobs import TokenLogprob, TokenLogprobs
 from kvmem.engine.stats import RequestStats
 from kvmem.llama.runtime import build_number
@@ -17,37 +17,17 @@ from kvmem.llama.runtime import build_number
 __all__ = [
     "COMMENT",
     "END",
-    "Progress",
     "Reply",
     "ReplyShape",
     "encode",
     "fingerprint",
+    "sum_usage",
     "timings_of",
     "usage_of",
 ]
 
 COMMENT = b":\n\n"
 END = b"data: [DONE]\n\n"
-
-
-class Progress:
-    """How far the reading of one prompt is, in llama-server's words."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._reused: int | None = None
-
-    def of(self, event: PromptProgress) -> dict[str, Any]:
-        """`prompt_progress`, for the part of a stream that tells it."""
-        if self._reused is None:  # the first one says what was reused
-            self._reused = event.n_done
-        fields = {
-            "total": event.n_total,
-            "cache": self._reused,
-            "processed": event.n_done,
-            "time_ms": int((time.perf_counter() - self._began) * 1e3),
-        }
-        return {"prompt_progress": fields}
 
 
 @cache
@@ -72,6 +52,16 @@ def usage_of(stats: RequestStats, *, reasoning_tokens: int = 0) -> dict[str, Any
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "prompt_cache_hit_tokens": stats.cached_tokens,
         "prompt_cache_miss_tokens": stats.prompt_tokens - stats.cached_tokens,
+    }
+
+
+def sum_usage(usage: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Counts of several replies as one."""
+    return {
+        name: sum_usage([one[name] for one in usage])
+        if isinstance(value, dict)
+        else sum(one[name] for one in usage)
+        for name, value in usage[0].items()
     }
 
 
@@ -102,6 +92,7 @@ class Reply:
     message: ReplyMessage
     logprobs: Sequence[TokenLogprobs]
     done: Done
+    reader: ReplyReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,50 +100,46 @@ class ReplyShape:
     """What all parts of one reply have in common.
 
     include_usage: send the chunk with usage. include_memory: add the memory report at the end.
-    show_progress: send a chunk for each step of reading the prompt.
-    shown_prompt: put it into the reply, where llama-server has it.
+    prompt: its text, if it is to stand in the reply.
     """
 
     model: str
+    prompt: str | None = None
     include_usage: bool = False
     include_memory: bool = False
-    show_progress: bool = False
-    shown_prompt: str | None = None
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, reply: Reply, reader: ReplyReader) -> dict[str, Any]:
-        """The reply of a request without `stream`."""
-        done = reply.done
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        """The reply of a request without `stream`: a choice for each that was wanted."""
+        return {
+            **self._head("chat.completion"),
+            "choices": [self._choice(index, reply) for index, reply in enumerate(replies)],
+            **self._usage([(reply.done, reply.reader) for reply in replies]),
+            **self._tail(replies[0].done, replies[0].reader),
+        }
+
+    def _choice(self, index: int, reply: Reply) -> dict[str, Any]:
         choice: dict[str, Any] = {
-            "index": 0,
+            "index": index,
             "message": _message(reply.message),
-            "finish_reason": reader.finish_reason(done.reason),
+            "finish_reason": reply.reader.finish_reason(reply.done.reason),
         }
         if reply.logprobs:
             choice["logprobs"] = _logprobs(reply.logprobs)
-        return {
-            **self._head("chat.completion"),
-            "choices": [choice],
-            "usage": usage_of(done.stats, reasoning_tokens=reader.reasoning_tokens),
-            **self._tail(done, reader),
-        }
+        return choice
 
-    def role(self) -> dict[str, Any]:
-        """The first chunk."""
-        return self._chunk({"role": "assistant", "content": None}, None)
+    def role(self, index: int) -> dict[str, Any]:
+        """The first chunk of a choice."""
+        return self._chunk(index, {"role": "assistant", "content": None}, None)
 
-    def progress(self, step: PromptProgress, n_cached: int, seconds: float) -> dict[str, Any]:
-        """How far the prompt is read."""
-        progress = {
-            "total": step.n_total,
-            "cache": n_cached,
-            "processed": step.n_done,
-            "time_ms": seconds * 1e3,
-        }
-        return {**self._chunk({}, None), "prompt_progress": progress}
+    def progress(self, index: int, told: dict[str, Any]) -> dict[str, Any]:
+        """A chunk that says only how far the prompt is read."""
+        return {**self._chunk(index, {}, None), **told}
 
-    def chunks(self, delta: Delta, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    def chunks(
+        self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs]
+    ) -> list[dict[str, Any]]:
         """One chunk for each kind of thing that a delta has, and each call; logprobs with the
         first.
         """
@@ -164,26 +151,33 @@ class ReplyShape:
         fields += [{"tool_calls": [_call_delta(call)]} for call in delta.calls]
         if logprobs and not fields:
             fields.append({"content": ""})
-        chunks = [self._chunk(item, None) for item in fields]
+        chunks = [self._chunk(index, item, None) for item in fields]
         if logprobs:
             chunks[0]["choices"][0]["logprobs"] = _logprobs(logprobs)
         return chunks
 
-    def last(self, done: Done, reader: ReplyReader) -> list[dict[str, Any]]:
-        """The chunk with the finish reason, and the one with usage if it was asked for."""
-        finish = self._chunk({}, reader.finish_reason(done.reason))
-        if not self.include_usage:
-            return [{**finish, **self._tail(done, reader)}]
-        usage = {
+    def finish(self, index: int, done: Done, reader: ReplyReader) -> dict[str, Any]:
+        """The last chunk of a choice."""
+        finish = self._chunk(index, {}, reader.finish_reason(done.reason))
+        return finish if self.include_usage else {**finish, **self._tail(done, reader)}
+
+    def usage(self, ends: Sequence[tuple[Done, ReplyReader]]) -> dict[str, Any]:
+        """The chunk with usage, after all choices."""
+        return {
             **self._head("chat.completion.chunk"),
             "choices": [],
-            "usage": usage_of(done.stats, reasoning_tokens=reader.reasoning_tokens),
-            **self._tail(done, reader),
+            **self._usage(ends),
+            **self._tail(*ends[0]),
         }
-        return [finish, usage]
 
-    def _chunk(self, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "finish_reason": reason}
+    def _usage(self, ends: Sequence[tuple[Done, ReplyReader]]) -> dict[str, Any]:
+        counts = [
+            usage_of(done.stats, reasoning_tokens=reader.reasoning_tokens) for done, reader in ends
+        ]
+        return {"usage": sum_usage(counts)}
+
+    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "finish_reason": reason}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -197,8 +191,8 @@ class ReplyShape:
 
     def _tail(self, done: Done, reader: ReplyReader) -> dict[str, Any]:
         tail: dict[str, Any] = {"timings": timings_of(done.stats)}
-        if self.shown_prompt is not None:
-            tail["__verbose"] = {"prompt": self.shown_prompt}
+        if self.prompt is not None:
+            tail["__verbose"] = {"prompt": self.prompt}
         if self.include_memory:
             report = done.stats.memory.as_dict()
             tail["kvmem"] = {**report, "notes": [*report["notes"], *reader.notes]}
