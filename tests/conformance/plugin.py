@@ -1,10 +1,17 @@
-"""A pytest plugin for llama.cpp's server tests: no downloads; outcomes are recorded."""
+"""A pytest plugin for llama.cpp's server tests: no downloads; outcomes are recorded.
+
+llama-server shows the prompt in each reply when it runs with `--verbose`; kvmem logs more then, and
+shows prompts only to requests that ask for it. So requests to such a server ask.
+"""
 
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+CHAT = "/chat/completions"
 
 _outcomes: dict[str, str] = {}
 
@@ -13,6 +20,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     import utils  # of the tests: their conftest has put it on the path
 
     utils.ServerPreset.load_all = staticmethod(lambda: None)
+    send = utils.ServerProcess.make_request
+
+    def make_request(
+        server: Any, method: str, path: str, data: Any = None, *more: Any, **options: Any
+    ) -> Any:
+        if server.debug and path == CHAT and isinstance(data, dict):
+            data = {**data, "verbose": True}
+        return send(server, method, path, data, *more, **options)
+
+    utils.ServerProcess.make_request = make_request
     chosen = os.environ.get("CONFORMANCE_WANTED")
     if chosen:
         wanted = {f"unit/{name}" for name in json.loads(Path(chosen).read_text())}
