@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 WAIT_S = 30.0
@@ -16,7 +16,7 @@ WAIT_S = 30.0
 class Server:
     """A `kvmem serve` process whose stderr is read line by line."""
 
-    def __init__(self, *args: str) -> None:
+    def __init__(self, *args: str, variables: Mapping[str, str] | None = None) -> None:
         environment = {
             k: v for k, v in os.environ.items() if not k.startswith(("LLAMA_", "KVMEM_"))
         }
@@ -24,7 +24,7 @@ class Server:
             [sys.executable, "-m", "kvmem", "serve", *args],
             stderr=subprocess.PIPE,
             text=True,
-            env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={**environment, **(variables or {}), "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -65,8 +65,8 @@ class Server:
 
 
 @contextmanager
-def serving(*args: str) -> Iterator[Server]:
-    server = Server(*args)
+def serving(*args: str, variables: Mapping[str, str] | None = None) -> Iterator[Server]:
+    server = Server(*args, variables=variables)
     try:
         yield server
     finally:

@@ -15,6 +15,7 @@ from kvmem.chat.render import ChatRenderer, RenderedChat
 from kvmem.chat.request import ChatRequest, RequestDefaults
 from kvmem.chat.text import tokenize_mixed
 from kvmem.config import ServerConfig
+from kvmem.engine.conversations import ConversationInfo
 from kvmem.engine.events import Done, Event, PromptProgress, StopReason, TokenEvent
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams
@@ -150,6 +151,9 @@ class FakeBackend:
 
     def describe(self) -> dict[str, Any]:
         return {"n_ctx": self.n_ctx}
+
+    def conversations(self) -> tuple[ConversationInfo, ...]:
+        return ()
 
     def close(self) -> None:
         self.closed = True

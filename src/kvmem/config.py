@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from kvmem.errors import ConfigError
+from kvmem.server_config import ServerConfig
 
 __all__ = [
     "DraftConfig",
@@ -450,33 +451,6 @@ class EngineConfig:
             raise ConfigError(
                 "ubatch_tokens", self.memory.ubatch, f"above spec_draft_n_max={self.draft.n_max}"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """The HTTP side.
-
-    alias: the name in /v1/models and in replies; None for the file's stem.
-    api_keys: any of them opens every route but /health; empty for no check.
-    n_predict: reply limit where a request gives none; None for the room in the workspace.
-    queue_limit: requests that may wait; more are told to come back.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8080
-    alias: str | None = None
-    api_keys: tuple[str, ...] = ()
-    n_predict: int | None = None
-    queue_limit: int = 64
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError("port", self.port, "from 0 to 65535")
-        if any(not key for key in self.api_keys):
-            raise ConfigError("api_keys", "an empty key", "a text that is not empty")
-        if self.n_predict is not None:
-            _at_least("n_predict", self.n_predict, 1)
-        _at_least("queue_limit", self.queue_limit, 1)
 
 
 def _size(n_bytes: int) -> str:

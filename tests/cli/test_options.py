@@ -78,8 +78,8 @@ class Runner:
             "error: --mmproj is not there yet (reading images comes later); try without it",
         ),
         (
-            ["--ssl-key-file", "x"],
-            "error: --ssl-key-file is not there yet (that security setting comes later); "
+            ["--cors-methods", "x"],
+            "error: --cors-methods is not there yet (that security setting comes later); "
             "try without it",
         ),
         (["-c", "many"], "error: Invalid value for '-c' / '--ctx-size' (env var: "

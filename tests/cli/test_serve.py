@@ -2,16 +2,23 @@
 
 import json
 import re
+import shutil
 import signal
 import socket
+import ssl
+import subprocess
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 from live import WAIT_S, serving
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvmem.cli.app import execute
+from kvmem.cli.server_options import ServerOptions
+from kvmem.errors import ConfigError
 
 
 def post(address: tuple[str, int], body: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +76,75 @@ def test_a_termination_ends_it_in_the_middle_of_a_reply(tiny_llama: Path) -> Non
         send(server.address(), {**ENDLESS, "stream": True}) as client,
     ):
         assert client.recv(1) == b"H"
-        assert server.stop(signal.SIGTERM) == -signal.SIGTERM
+        assert server.stop(signal.SIGTERM) == 0
+
+
+START = ("--port", "0", "-c", "512", "-t", "1")
+SWITCHES = ("--api-key", "secret-k", "--alias", "tiny", "--metrics", "--slots", "--log-disable",
+            "-np", "1", "-fa", "auto", "-ngl", "0", "--no-mmap")  # fmt: skip
+VARIABLES = {
+    "LLAMA_API_KEY": "secret-k", "LLAMA_ARG_ALIAS": "tiny", "LLAMA_ARG_ENDPOINT_METRICS": "1",
+    "LLAMA_ARG_ENDPOINT_SLOTS": "1", "LLAMA_ARG_N_PARALLEL": "1", "LLAMA_ARG_FLASH_ATTN": "auto",
+    "LLAMA_ARG_N_GPU_LAYERS": "0", "LLAMA_ARG_MODEL": "overruled.gguf",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("by_variables", [False, True])
+def test_a_start_script_of_llama_server_moves_over(tiny_llama: Path, by_variables: bool) -> None:
+    """Case R24: switches or variables, and the four routes with and without the key."""
+    args = () if by_variables else SWITCHES
+    variables = VARIABLES if by_variables else {}
+    with serving("-m", str(tiny_llama), *START, *args, variables=variables) as server:
+        host, port = server.address()
+        for path in ("/v1/models", "/metrics", "/slots", "/props"):
+            url = f"http://{host}:{port}{path}"
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(url, timeout=WAIT_S)
+            with refused.value:
+                assert refused.value.code == 401
+            request = urllib.request.Request(url, headers={"Authorization": "Bearer secret-k"})
+            with urllib.request.urlopen(request, timeout=WAIT_S) as response:
+                text = response.read().decode()
+            if path == "/v1/models":
+                assert json.loads(text)["data"][0]["id"] == "tiny"
+            if path == "/metrics":
+                assert list(text_string_to_metric_families(text))
+        assert server.stop(signal.SIGTERM) == 0
+        assert not any("secret-k" in line for line in server.seen), "keys are never logged"
+    with socket.create_server((host, port)):
+        pass  # the port is free
+
+
+def test_keys_from_a_file_add_to_the_others(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\n\n two \n")
+    config = ServerOptions(api_key="a,b", api_key_file=keys).config(Path("m.gguf"))
+    assert config.api_keys == ("a", "b", "one", "two")
+    keys.write_text("\n")
+    for path in (keys, tmp_path / "none"):
+        with pytest.raises(ConfigError, match="api_key_file"):
+            ServerOptions(api_key_file=path).config(Path("m.gguf"))
+
+
+def test_https(tiny_llama: Path, tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the program openssl to make a certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj",
+         "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out",
+         certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    files = ("--ssl-key-file", str(key), "--ssl-cert-file", str(certificate))
+    with serving("-m", str(tiny_llama), *START, *files) as server:
+        found = server.until(r"listening on (https://[\d.:]+)")
+        context = ssl.create_default_context(cafile=certificate)
+        url = f"{found[1]}/v1/models"
+        with urllib.request.urlopen(url, timeout=WAIT_S, context=context) as response:
+            assert response.status == 200
+        assert server.stop() == 130
 
 
 def test_a_file_that_is_no_model_ends_the_start(tmp_path: Path) -> None:

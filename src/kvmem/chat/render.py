@@ -200,7 +200,9 @@ class ChatRenderer:
         ends = self._piece_ends(text, tokens)
         if ends is None:
             return Prompt(
-                tokens=tuple(tokens), query_fallback="the tokens do not join to the prompt's text"
+                tokens=tuple(tokens),
+                query_fallback="the tokens do not join to the prompt's text",
+                conversation_id=request.conversation_id,
             )
         spans = tuple(
             RoleSpan(request.messages[c.index].role, _tokens_of(c, ends)) for c in contents
@@ -211,7 +213,11 @@ class ChatRenderer:
             if len(query_span) == 0:
                 query_span, fallback = None, "the last user message has no token of its own"
         return Prompt(
-            tokens=tuple(tokens), spans=spans, query_span=query_span, query_fallback=fallback
+            tokens=tuple(tokens),
+            spans=spans,
+            query_span=query_span,
+            query_fallback=fallback,
+            conversation_id=request.conversation_id,
         )
 
     def _find_contents(

@@ -27,6 +27,7 @@ __all__ = ["ChatRequest", "RequestDefaults", "parse_chat_request"]
 
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 16
+MAX_ID_LETTERS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,7 @@ class ChatRequest:
     show_prompt: put it into the reply.
     keeps_thinking: leave thinking in the content, as the model writes it.
     n: replies that are wanted.
+    conversation_id: what the client calls the conversation; a hint.
     notes: what was asked for and is not done.
     """
 
@@ -73,6 +75,7 @@ class ChatRequest:
     include_usage: bool = False
     include_memory: bool = False
     show_timings: bool = False
+    conversation_id: str | None = None
     add_generation_prompt: bool = True
     continues: bool | str = False
     show_progress: bool = False
@@ -114,6 +117,7 @@ def parse_chat_request(body: object, defaults: RequestDefaults | None = None) ->
         include_usage=read_bool(options, "include_usage", path="stream_options.") or False,
         include_memory=_read_include_memory(body),
         show_timings=read_bool(body, "timings_per_token") or False,
+        conversation_id=_read_conversation_id(body),
         add_generation_prompt=add_prompt is not False,
         continues=_read_continues(body, messages),
         show_progress=read_bool(body, "return_progress") or False,
@@ -196,3 +200,10 @@ def _read_include_memory(body: dict[str, Any]) -> bool:
     """`kvmem: true` asks for the report; an object holds hints, which never fail a request."""
     value = body.get("kvmem")
     return value is True or (isinstance(value, dict) and value.get("report") is True)
+
+
+def _read_conversation_id(body: dict[str, Any]) -> str | None:
+    """`kvmem.conversation_id`: what is no text is no hint."""
+    hints = body.get("kvmem")
+    value = hints.get("conversation_id") if isinstance(hints, dict) else None
+    return value[:MAX_ID_LETTERS] if isinstance(value, str) and value else None

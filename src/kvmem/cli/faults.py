@@ -78,7 +78,7 @@ LATER: Mapping[str, str] = MappingProxyType(
             "that way of sizing a question or the pool",
         ),
         **dict.fromkeys(("--ui-dir", "--no-ui", "--webui"), "the chat page"),
-        **dict.fromkeys(("--metrics", "--slots", "--props"), "monitoring"),
+        "--props": "changing settings while it runs",
         "--reasoning-format": "another way of showing thinking",
         **dict.fromkeys(
             ("-sm", "--split-mode", "-ts", "--tensor-split", "-mg", "--main-gpu", "-dev",
@@ -93,9 +93,9 @@ LATER: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(("--anthropic",), "the messages API"),
         **dict.fromkeys(
-            ("--api-key-file", "--ssl-key-file", "--ssl-cert-file"), "that security setting"
+            ("--cors-methods", "--cors-headers", "--cors-credentials"), "that security setting"
         ),
-        **dict.fromkeys(("--kvmem-trace", "--log-disable", "-lv", "--log-verbosity"), "that log"),
+        **dict.fromkeys(("--kvmem-trace", "-lv", "--log-verbosity"), "that log"),
     }
 )  # fmt: skip
 

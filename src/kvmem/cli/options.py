@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from typer import Option
-
 from kvmem.chat.fields import FieldError
 from kvmem.chat.request import RequestDefaults
 from kvmem.chat.thinking import EFFORTS, Thinking, read_template_kwargs
+from kvmem.cli.flags import flag, llama_flag
 from kvmem.config import (
     DraftConfig,
     EngineConfig,
@@ -25,13 +24,12 @@ from kvmem.config import (
     QueryPolicy,
     QueryReplay,
     Scorer,
-    ServerConfig,
     SpecType,
 )
 from kvmem.engine.sampling import SamplingParams
 from kvmem.errors import ConfigError
 
-__all__ = ["EngineOptions", "SamplingOptions", "ServerOptions"]
+__all__ = ["EngineOptions", "SamplingOptions"]
 
 GIB = 1 << 30
 
@@ -39,15 +37,6 @@ MODEL_PANEL = "Model"
 MEMORY_PANEL = "Memory"
 DRAFT_PANEL = "Drafts"
 SAMPLING_PANEL = "Sampling (what a request may change)"
-SERVER_PANEL = "Server"
-
-
-def _flag(*names: str, env: str | None = None, panel: str, help: str) -> Any:
-    return Option(*names, envvar=env, show_envvar=env is not None, rich_help_panel=panel, help=help)
-
-
-def _llama(*names: str, env: str, panel: str, help: str) -> Any:
-    return _flag(*names, env=f"LLAMA_ARG_{env}", panel=panel, help=help)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,169 +45,169 @@ class EngineOptions:
 
     model: Annotated[
         Path | None,
-        _llama("-m", "--model", env="MODEL", panel=MODEL_PANEL, help="GGUF file of the model."),
+        llama_flag("-m", "--model", env="MODEL", panel=MODEL_PANEL, help="GGUF file of the model."),
     ] = None
     n_gpu_layers: Annotated[
         str,
-        _llama(
+        llama_flag(
             "-ngl", "--gpu-layers", "--n-gpu-layers", env="N_GPU_LAYERS", panel=MODEL_PANEL,
             help="Layers on the GPU: a number, or all.",
         ),
     ] = "all"  # fmt: skip
     threads: Annotated[
         int,
-        _llama("-t", "--threads", env="THREADS", panel=MODEL_PANEL,
+        llama_flag("-t", "--threads", env="THREADS", panel=MODEL_PANEL,
                help="Threads of a decode step; -1 for all cores that kvmem may use."),
     ] = -1  # fmt: skip
     threads_batch: Annotated[
         int,
-        _flag("-tb", "--threads-batch", panel=MODEL_PANEL,
+        llama_flag("-tb", "--threads-batch", env="THREADS_BATCH", panel=MODEL_PANEL,
               help="Threads that read the prompt; -1 for as many as -t."),
     ] = -1  # fmt: skip
     mmap: Annotated[
         bool,
-        _flag("--mmap/--no-mmap", panel=MODEL_PANEL, help="Map the file instead of reading it."),
+        flag("--mmap/--no-mmap", panel=MODEL_PANEL, help="Map the file instead of reading it."),
     ] = True
     mlock: Annotated[
-        bool, _flag("--mlock", panel=MODEL_PANEL, help="Keep the mapped model in RAM.")
+        bool, flag("--mlock", panel=MODEL_PANEL, help="Keep the mapped model in RAM.")
     ] = False
     chat_template: Annotated[
         str | None,
-        _llama("--chat-template", env="CHAT_TEMPLATE", panel=MODEL_PANEL,
-               help="Jinja text in place of the model's chat template, or chatml."),
+        llama_flag("--chat-template", env="CHAT_TEMPLATE", panel=MODEL_PANEL,
+                   help="Jinja text in place of the model's chat template, or chatml."),
     ] = None  # fmt: skip
     chat_template_file: Annotated[
         Path | None,
-        _llama("--chat-template-file", env="CHAT_TEMPLATE_FILE", panel=MODEL_PANEL,
+        llama_flag("--chat-template-file", env="CHAT_TEMPLATE_FILE", panel=MODEL_PANEL,
                help="The same, from a file."),
     ] = None  # fmt: skip
     jinja: Annotated[
         bool,
-        _llama("--jinja", env="JINJA", panel=MODEL_PANEL,
+        llama_flag("--jinja", env="JINJA", panel=MODEL_PANEL,
                help="Accepted for llama-server's sake: templates are always Jinja."),
     ] = False  # fmt: skip
     workspace: Annotated[
         int,
-        _llama("-c", "--ctx-size", env="CTX_SIZE", panel=MEMORY_PANEL,
+        llama_flag("-c", "--ctx-size", env="CTX_SIZE", panel=MEMORY_PANEL,
                help="Workspace: tokens that a history may have. It does not size the device pool. "
                "0 for the length that the model was trained for."),
     ] = 0  # fmt: skip
     kvmem: Annotated[
         bool,
-        _flag("--kvmem/--no-kvmem", panel=MEMORY_PANEL,
+        flag("--kvmem/--no-kvmem", panel=MEMORY_PANEL,
               help="Bounded working set with recall; off is plain llama.cpp."),
     ] = True  # fmt: skip
     budget: Annotated[
         int,
-        _flag("--kvmem-budget", env="KVMEM_BUDGET", panel=MEMORY_PANEL,
+        flag("--kvmem-budget", env="KVMEM_BUDGET", panel=MEMORY_PANEL,
               help="History tokens on the device, in whole blocks. 0 for what free memory holds."),
     ] = 0  # fmt: skip
     reserve: Annotated[
         int | None,
-        _flag("--kvmem-gen-reserve", env="KVMEM_GEN_RESERVE", panel=MEMORY_PANEL,
+        flag("--kvmem-gen-reserve", env="KVMEM_GEN_RESERVE", panel=MEMORY_PANEL,
               help="Cells kept free for a reply, which may still be longer. Left out: a quarter of "
               "the pool, at most 16384."),
     ] = None  # fmt: skip
     block: Annotated[
         int,
-        _flag("--kvmem-block-tokens", env="KVMEM_BLOCK_TOKENS", panel=MEMORY_PANEL,
+        flag("--kvmem-block-tokens", env="KVMEM_BLOCK_TOKENS", panel=MEMORY_PANEL,
               help="Tokens of a block, the unit of choice and transfer."),
     ] = 128  # fmt: skip
     sink: Annotated[
         int,
-        _flag("--kvmem-sink-tokens", env="KVMEM_SINK_TOKENS", panel=MEMORY_PANEL,
+        flag("--kvmem-sink-tokens", env="KVMEM_SINK_TOKENS", panel=MEMORY_PANEL,
               help="Always visible head of the history; 0 for one block."),
     ] = 0  # fmt: skip
     recent: Annotated[
         int | None,
-        _flag("--kvmem-recent-tokens", env="KVMEM_RECENT_TOKENS", panel=MEMORY_PANEL,
+        flag("--kvmem-recent-tokens", env="KVMEM_RECENT_TOKENS", panel=MEMORY_PANEL,
               help="Always visible newest part. Left out: 128, less where the budget is small."),
     ] = None  # fmt: skip
     scorer: Annotated[
         Scorer,
-        _flag("--kvmem-scorer", env="KVMEM_SCORER", panel=MEMORY_PANEL,
+        flag("--kvmem-scorer", env="KVMEM_SCORER", panel=MEMORY_PANEL,
               help="How blocks are ranked for a question."),
     ] = "fused"  # fmt: skip
     calibration: Annotated[
         str,
-        _flag("--kvmem-calibration", env="KVMEM_CALIBRATION", panel=MEMORY_PANEL,
+        flag("--kvmem-calibration", env="KVMEM_CALIBRATION", panel=MEMORY_PANEL,
               help="Which attention heads score: auto for what kvmem calibrate found for this "
               "model, off for all of them, or a file that it wrote."),
     ] = "auto"  # fmt: skip
     query_replay: Annotated[
         QueryReplay,
-        _flag("--kvmem-query-replay", env="KVMEM_QUERY_REPLAY", panel=MEMORY_PANEL,
+        flag("--kvmem-query-replay", env="KVMEM_QUERY_REPLAY", panel=MEMORY_PANEL,
               help="auto: a question is read again only where it saw other blocks than those that "
               "were chosen for it. legacy: always."),
     ] = "auto"  # fmt: skip
     query_policy: Annotated[
         QueryPolicy,
-        _flag("--kvmem-query-policy", env="KVMEM_QUERY_POLICY", panel=MEMORY_PANEL,
+        flag("--kvmem-query-policy", env="KVMEM_QUERY_POLICY", panel=MEMORY_PANEL,
               help="user: the last user message asks, also for what follows below it. legacy: all "
               "that is new from that message on asks, anew each time."),
     ] = "user"  # fmt: skip
     host_gb: Annotated[
         float,
-        _flag("--kvmem-host-gb", env="KVMEM_HOST_GB", panel=MEMORY_PANEL,
+        flag("--kvmem-host-gb", env="KVMEM_HOST_GB", panel=MEMORY_PANEL,
               help="Limit of the host store in GiB, taken as it fills and never passed. 0 for half "
               "of the free RAM."),
     ] = 0.0  # fmt: skip
     conversations: Annotated[
         int,
-        _flag("--kvmem-conversations", env="KVMEM_CONVERSATIONS", panel=MEMORY_PANEL,
+        flag("--kvmem-conversations", env="KVMEM_CONVERSATIONS", panel=MEMORY_PANEL,
               help="Histories that are kept and take turns on the device."),
     ] = 8  # fmt: skip
     conversations_gb: Annotated[
         float,
-        _flag("--kvmem-conversations-gb", "--kvmem-session-ram-gb", env="KVMEM_CONVERSATIONS_GB",
+        flag("--kvmem-conversations-gb", "--kvmem-session-ram-gb", env="KVMEM_CONVERSATIONS_GB",
               panel=MEMORY_PANEL,
               help="GiB that all conversations may take of the host limit while there are several; "
               "the least recently used leaves. 0 for all of it."),
     ] = 0.0  # fmt: skip
     kv_dtype: Annotated[
         KvType,
-        _flag("--kv-dtype", env="KVMEM_KV_DTYPE", panel=MEMORY_PANEL, help="Type of K and V."),
+        flag("--kv-dtype", env="KVMEM_KV_DTYPE", panel=MEMORY_PANEL, help="Type of K and V."),
     ] = "q8_0"
     type_k: Annotated[
         KvType | None,
-        _llama("-ctk", "--cache-type-k", env="CACHE_TYPE_K", panel=MEMORY_PANEL,
+        llama_flag("-ctk", "--cache-type-k", env="CACHE_TYPE_K", panel=MEMORY_PANEL,
                help="Type of K alone; wins over --kv-dtype."),
     ] = None  # fmt: skip
     type_v: Annotated[
         KvType | None,
-        _llama("-ctv", "--cache-type-v", env="CACHE_TYPE_V", panel=MEMORY_PANEL,
+        llama_flag("-ctv", "--cache-type-v", env="CACHE_TYPE_V", panel=MEMORY_PANEL,
                help="Type of V alone; wins over --kv-dtype."),
     ] = None  # fmt: skip
     flash_attn: Annotated[
         FlashAttention,
-        _llama("-fa", "--flash-attn", env="FLASH_ATTN", panel=MEMORY_PANEL,
+        llama_flag("-fa", "--flash-attn", env="FLASH_ATTN", panel=MEMORY_PANEL,
                help="Flash attention, which quantised V needs."),
     ] = "auto"  # fmt: skip
     batch: Annotated[
         int,
-        _llama("-b", "--batch-size", env="BATCH", panel=MEMORY_PANEL,
+        llama_flag("-b", "--batch-size", env="BATCH", panel=MEMORY_PANEL,
                help="Most tokens of one decode call."),
     ] = 512  # fmt: skip
     ubatch: Annotated[
         int | None,
-        _llama("-ub", "--ubatch-size", env="UBATCH", panel=MEMORY_PANEL,
+        llama_flag("-ub", "--ubatch-size", env="UBATCH", panel=MEMORY_PANEL,
                help="Most tokens computed at once. Left out: as -b."),
     ] = None  # fmt: skip
 
     spec_type: Annotated[
         SpecType,
-        _llama("--spec-type", env="SPEC_TYPE", panel=DRAFT_PANEL,
+        llama_flag("--spec-type", env="SPEC_TYPE", panel=DRAFT_PANEL,
                help="draft-mtp: the model's MTP block proposes tokens, and one batch verifies "
                "them. Replies stay the same."),
     ] = "none"  # fmt: skip
     spec_draft_n_max: Annotated[
         int,
-        _llama("--spec-draft-n-max", env="SPEC_DRAFT_N_MAX", panel=DRAFT_PANEL,
+        llama_flag("--spec-draft-n-max", env="SPEC_DRAFT_N_MAX", panel=DRAFT_PANEL,
                help="Most proposals of a step, 1 to 5."),
     ] = 3  # fmt: skip
     spec_kv_dtype: Annotated[
         KvType,
-        _flag("--spec-kv-dtype", env="KVMEM_SPEC_KV_DTYPE", panel=DRAFT_PANEL,
+        flag("--spec-kv-dtype", env="KVMEM_SPEC_KV_DTYPE", panel=DRAFT_PANEL,
               help="Type of the MTP block's K and V."),
     ] = "f16"  # fmt: skip
 
@@ -294,73 +283,75 @@ class SamplingOptions:
 
     n_predict: Annotated[
         int,
-        _llama("-n", "--predict", "--n-predict", env="N_PREDICT", panel=SAMPLING_PANEL,
+        llama_flag("-n", "--predict", "--n-predict", env="N_PREDICT", panel=SAMPLING_PANEL,
                help="Most tokens of a reply; -1 for the room in the workspace."),
     ] = -1  # fmt: skip
     temperature: Annotated[
         float | None,
-        _llama("--temp", "--temperature", env="TEMPERATURE", panel=SAMPLING_PANEL,
+        llama_flag("--temp", "--temperature", env="TEMPERATURE", panel=SAMPLING_PANEL,
                help="0 is greedy. Left out, as those below: what Qwen's model card advises with "
                "and without thinking, where the template knows it; else llama.cpp's default."),
     ] = None  # fmt: skip
     top_k: Annotated[
-        int | None, _llama("--top-k", env="TOP_K", panel=SAMPLING_PANEL, help="0 turns it off.")
+        int | None, llama_flag("--top-k", env="TOP_K", panel=SAMPLING_PANEL, help="0 turns it off.")
     ] = None
     top_p: Annotated[
-        float | None, _llama("--top-p", env="TOP_P", panel=SAMPLING_PANEL, help="1 turns it off.")
+        float | None,
+        llama_flag("--top-p", env="TOP_P", panel=SAMPLING_PANEL, help="1 turns it off."),
     ] = None
     min_p: Annotated[
-        float | None, _llama("--min-p", env="MIN_P", panel=SAMPLING_PANEL, help="0 turns it off.")
+        float | None,
+        llama_flag("--min-p", env="MIN_P", panel=SAMPLING_PANEL, help="0 turns it off."),
     ] = None
     repeat_penalty: Annotated[
         float | None,
-        _llama("--repeat-penalty", env="REPEAT_PENALTY", panel=SAMPLING_PANEL,
+        llama_flag("--repeat-penalty", env="REPEAT_PENALTY", panel=SAMPLING_PANEL,
                help="1 turns it off."),
     ] = None  # fmt: skip
     presence_penalty: Annotated[
         float | None,
-        _llama("--presence-penalty", env="PRESENCE_PENALTY", panel=SAMPLING_PANEL,
+        llama_flag("--presence-penalty", env="PRESENCE_PENALTY", panel=SAMPLING_PANEL,
                help="0 turns it off."),
     ] = None  # fmt: skip
     frequency_penalty: Annotated[
         float | None,
-        _llama("--frequency-penalty", env="FREQUENCY_PENALTY", panel=SAMPLING_PANEL,
+        llama_flag("--frequency-penalty", env="FREQUENCY_PENALTY", panel=SAMPLING_PANEL,
                help="0 turns it off."),
     ] = None  # fmt: skip
     seed: Annotated[
         int | None,
-        _flag("-s", "--seed", panel=SAMPLING_PANEL, help="Left out or -1: a random one."),
+        flag("-s", "--seed", panel=SAMPLING_PANEL, help="Left out or -1: a random one."),
     ] = None
     enable_thinking: Annotated[
         bool | None,
-        _flag("--enable-thinking/--no-think", panel=SAMPLING_PANEL,
+        flag("--enable-thinking/--no-think", panel=SAMPLING_PANEL,
               help="Whether models that can think do so. Left out: as the template has it."),
     ] = None  # fmt: skip
     reasoning: Annotated[
         Literal["on", "off", "auto"],
-        _llama("-rea", "--reasoning", env="REASONING", panel=SAMPLING_PANEL,
+        llama_flag("-rea", "--reasoning", env="REASONING", panel=SAMPLING_PANEL,
                help="llama-server's name for the same."),
     ] = "auto"  # fmt: skip
     reasoning_effort: Annotated[
         str | None,
-        _llama("--reasoning-effort", env="REASONING_EFFORT", panel=SAMPLING_PANEL,
+        llama_flag("--reasoning-effort", env="REASONING_EFFORT", panel=SAMPLING_PANEL,
                help="How hard to think, for templates that know it: none (off), minimal, low, "
                "medium, high, xhigh, max, default."),
     ] = None  # fmt: skip
     reasoning_budget: Annotated[
         int,
-        _llama("--reasoning-budget", env="THINK_BUDGET", panel=SAMPLING_PANEL,
+        llama_flag("--reasoning-budget", env="THINK_BUDGET", panel=SAMPLING_PANEL,
                help="Most tokens of thinking, which is then ended; 0 ends it at once, -1 for no "
                "limit."),
     ] = -1  # fmt: skip
     reasoning_budget_message: Annotated[
         str,
-        _llama("--reasoning-budget-message", env="THINK_BUDGET_MESSAGE", panel=SAMPLING_PANEL,
+        llama_flag("--reasoning-budget-message", env="THINK_BUDGET_MESSAGE", panel=SAMPLING_PANEL,
                help="Text that the model says before it ends thinking for want of budget."),
     ] = ""  # fmt: skip
     template_kwargs: Annotated[
         str | None,
-        _llama("--chat-template-kwargs", env="CHAT_TEMPLATE_KWARGS", panel=SAMPLING_PANEL,
+        llama_flag("--chat-template-kwargs", env="CHAT_TEMPLATE_KWARGS", panel=SAMPLING_PANEL,
                help='Variables of the chat template, a JSON object: {"enable_thinking": false}.'),
     ] = None  # fmt: skip
 
@@ -431,46 +422,6 @@ class SamplingOptions:
         except FieldError as error:
             raise ConfigError("chat_template_kwargs", text, f"right: {error}") from None
         return kwargs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """Where to listen, and for whom."""
-
-    host: Annotated[
-        str, _llama("--host", env="HOST", panel=SERVER_PANEL, help="Address to listen on.")
-    ] = "127.0.0.1"
-    port: Annotated[
-        int,
-        _llama("--port", env="PORT", panel=SERVER_PANEL, help="Port; 0 for any that is free."),
-    ] = 8080
-    alias: Annotated[
-        str | None,
-        _llama("-a", "--alias", env="ALIAS", panel=SERVER_PANEL,
-               help="Name of the model in replies. Left out: the file's name."),
-    ] = None  # fmt: skip
-    api_key: Annotated[
-        str | None,
-        _flag("--api-key", env="LLAMA_API_KEY", panel=SERVER_PANEL,
-              help="Key that clients must bring, or several with commas between."),
-    ] = None  # fmt: skip
-    parallel: Annotated[
-        int,
-        _llama("-np", "--parallel", env="N_PARALLEL", panel=SERVER_PANEL,
-               help="Requests at a time: 1; others wait."),
-    ] = 1  # fmt: skip
-
-    def config(self, model: Path) -> ServerConfig:
-        """Raises ConfigError: a rule is broken."""
-        if self.parallel != 1:
-            raise ConfigError("parallel", self.parallel, "1: one history is on the device")
-        keys = () if self.api_key is None else tuple(self.api_key.split(","))
-        return ServerConfig(
-            host=self.host,
-            port=self.port,
-            alias=self.alias or model.stem,
-            api_keys=tuple(key.strip() for key in keys),
-        )
 
 
 def _layers(text: str) -> int:

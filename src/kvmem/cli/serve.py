@@ -1,5 +1,6 @@
 """`kvmem serve`: the HTTP server."""
 
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -10,8 +11,9 @@ from typer import Option
 
 from kvmem.cli import logs
 from kvmem.cli.calibrate import calibrate_missing
-from kvmem.cli.options import EngineOptions, SamplingOptions, ServerOptions
+from kvmem.cli.options import EngineOptions, SamplingOptions
 from kvmem.cli.plan import plan_of, render_plan
+from kvmem.cli.server_options import ServerOptions
 from kvmem.cli.takes import takes
 from kvmem.config import ServerConfig
 from kvmem.engine.calibration import find
@@ -37,10 +39,18 @@ def serve(
             help="Calibrate first where nothing is found for this model; minutes on a CPU.",
         ),
     ] = False,
-    verbose: Annotated[bool, Option("-v", "--verbose", help="Log each request.")] = False,
+    verbose: Annotated[
+        bool, Option("-v", "--verbose", help="Log more than a line for each request.")
+    ] = False,
+    log_format: Annotated[
+        logs.LogFormat, Option("--log-format", help="Log lines as text, or as JSON objects.")
+    ] = "text",
+    log_disable: Annotated[
+        bool, Option("--log-disable", help="Log warnings and errors alone.")
+    ] = False,
 ) -> None:
     """Serve OpenAI's chat completions over HTTP until interrupted."""
-    logs.set_up(verbose=verbose)
+    logs.set_up(verbose=verbose and not log_disable, kind=log_format, requests=not log_disable)
     config = options.config()
     where = server.config(config.model.path)
     defaults = sampling.defaults()
@@ -48,7 +58,8 @@ def serve(
         calibrate_missing(config)
     failures: list[BaseException] = []
     with _listen(where) as listener:
-        url = f"http://{_host_for_url(where.host)}:{listener.getsockname()[1]}"
+        scheme = "http" if where.ssl_key_file is None else "https"
+        url = f"{scheme}://{_host_for_url(where.host)}:{listener.getsockname()[1]}"
 
         def load(progress: Callable[[float], object]) -> Backend:
             return EngineBackend(config, progress=progress)
@@ -70,8 +81,16 @@ def serve(
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=SHUTDOWN_S,
+                ssl_keyfile=where.ssl_key_file,
+                ssl_certfile=where.ssl_cert_file,
             )
         )
+
+        def finish(number: int, frame: object) -> None:
+            runner.should_exit = True
+
+        # uvicorn stops by this signal, and raises it once more when it has: that is an orderly end
+        signal.signal(signal.SIGTERM, finish)
         print(f"loading {config.model.path}", file=sys.stderr)
         runner.run(sockets=[listener])
     if failures:

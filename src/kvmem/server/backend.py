@@ -1,6 +1,6 @@
 """What the server serves: an engine with its chat template, or a test's stand-in."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from kvmem.chat.completion import (
@@ -12,12 +12,14 @@ from kvmem.chat.render import ChatRenderer, RenderedChat
 from kvmem.chat.request import ChatRequest
 from kvmem.chat.text import Tokenizer
 from kvmem.config import EngineConfig
+from kvmem.engine.conversations import ConversationInfo
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Event
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams
 from kvmem.llama.context import CancelToken
 from kvmem.llama.template import ChatTemplate
+from kvmem.llama.vocab import Vocab
 
 __all__ = ["Backend", "EngineBackend"]
 
@@ -35,11 +37,12 @@ class Backend(Protocol):
         self, prompt: Prompt, params: GenerateParams, cancel: CancelToken
     ) -> Iterator[Event]: ...
     def describe(self) -> dict[str, Any]: ...
+    def conversations(self) -> Sequence[ConversationInfo]: ...
     def close(self) -> None: ...
 
 
 class EngineBackend:
-    """One engine with one session: the history that its device pool holds."""
+    """One engine with one session: the conversations that take turns on its device."""
 
     def __init__(
         self, config: EngineConfig, *, progress: Callable[[float], object] | None = None
@@ -47,6 +50,11 @@ class EngineBackend:
         self._engine = Engine(config, progress=progress)
         try:
             self._template = ChatTemplate(self._engine.model, config.model.chat_template or "")
+            self._source = (
+                config.model.chat_template
+                or self._engine.model.metadata("tokenizer.chat_template")
+                or ""
+            )
             self._renderer = ChatRenderer(self._template, self._engine.vocab)
             self._session = self._engine.session()
         except BaseException:
@@ -77,9 +85,14 @@ class EngineBackend:
         return self._session.generate(prompt, params, cancel=cancel)
 
     def describe(self) -> dict[str, Any]:
-        """The `meta` object of /v1/models."""
+        """What is known of the model: for /v1/models and /props."""
         engine = self._engine
+        vocab = engine.vocab
         return {
+            "path": str(engine.model.path),
+            "chat_template": self._source,
+            "bos_token": _text(vocab, vocab.bos),
+            "eos_token": _text(vocab, vocab.eos),
             "architecture": engine.model.architecture,
             "n_ctx": engine.n_ctx,
             "n_ctx_train": engine.model.n_ctx_train,
@@ -89,7 +102,16 @@ class EngineBackend:
             "size": engine.model.size_bytes,
         }
 
+    def conversations(self) -> Sequence[ConversationInfo]:
+        """Those that are kept, as they were after the newest request."""
+        kept = self._session.conversations
+        return () if kept is None else kept.infos
+
     def close(self) -> None:
         """Free template, session and engine, in this order. A second call does nothing."""
         self._template.close()
         self._engine.close()
+
+
+def _text(vocab: Vocab, token: int) -> str:
+    return "" if token < 0 else vocab.piece(token).decode("utf-8", "replace")

@@ -15,12 +15,28 @@ from kvmem.errors import (
     UnsupportedContentError,
 )
 
-__all__ = ["HTTP_TYPES", "error_body", "error_response", "http_error_response"]
+__all__ = ["HTTP_TYPES", "SwitchedOff", "error_body", "error_response", "http_error_response"]
+
+HTTP_TYPES: dict[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+}
+
+RETRY_AFTER_S = 2
+
+
+class SwitchedOff(KvmemError):
+    """An endpoint that the start has not asked for; the message says how."""
+
 
 # exception -> (status, type); the first that fits, so subclasses stand above their bases.
 # What a client cannot mend by trying again has no 5xx: SDKs repeat those.
 TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (ContextLengthError, 400, "exceed_context_size_error"),
+    (SwitchedOff, 501, "not_supported_error"),
     (UnsupportedContentError, 400, "not_supported_error"),
     (RequestError, 400, "invalid_request_error"),
     (CapacityError, 503, "unavailable_error"),
@@ -28,15 +44,6 @@ TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (EngineError, 500, "server_error"),
     (KvmemError, 500, "server_error"),
 )
-
-HTTP_TYPES: dict[int, str] = {
-    401: "authentication_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-}
-
-RETRY_AFTER_S = 2
 
 
 def error_body(error: Exception) -> dict[str, Any]:

@@ -15,9 +15,11 @@ from kvmem.server.reply import Choice, EventStream, cancel_on_disconnect, first_
 from kvmem.server.sse import ReplyShape
 from kvmem.server.worker import EngineWorker
 
-__all__ = ["OPEN_PATHS", "Api"]
+__all__ = ["Api"]
 
-OPEN_PATHS = ("/health", "/v1/health")  # need no key
+META = (
+    "architecture", "n_ctx", "n_ctx_train", "n_embd", "n_params", "n_vocab", "size", "vocab_type",
+)  # fmt: skip
 
 
 class Api:
@@ -47,14 +49,14 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         """The one model, by our name for it. Answers during a generation too."""
-        backend = self._worker.backend
+        about = self._worker.backend.describe()
         model = {
             "id": self._model_name,
             "object": "model",
             "created": 0,
             "owned_by": "kvmem",
             "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
-            "meta": backend.describe(),
+            "meta": {key: about[key] for key in META if key in about},
         }
         return JSONResponse({"object": "list", "data": [model]})
 

@@ -1,4 +1,4 @@
-"""The engine's thread: requests one after the other, in the order they came, until someone cancels.
+"""The engine's thread: requests one after the other, until someone cancels. Sessions take turns.
 
 Events cross into asyncio by `call_soon_threadsafe`; the only thing that crosses back is the cancel
 flag. A request that its client has left is dropped whether it waits, reads or decodes.
@@ -6,9 +6,8 @@ flag. A request that its client has left is dropped whether it waits, reads or d
 
 import asyncio
 import logging
-import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from types import TracebackType
 from typing import Self
 
@@ -19,18 +18,25 @@ from kvmem.engine.stats import RequestStats
 from kvmem.errors import Cancelled, CapacityError, EngineError, RequestError
 from kvmem.llama.context import CancelToken
 from kvmem.server.backend import Backend
+from kvmem.server.fair_queue import FairQueue
+from kvmem.server.watch import Watch
 
 __all__ = ["EngineWorker", "Generation", "Load"]
 
 Load = Callable[[Callable[[float], object]], Backend]
 
+# Where a prompt has no messages: about a page tells sessions apart.
+SESSION_TOKENS = 512
+
 _log = logging.getLogger(__name__)
+_request_log = logging.getLogger("kvmem.server.request")
 
 
 class Generation:
     """One request in the worker. Leaving its `async with` block cancels what is not done."""
 
-    def __init__(self, prompt: Prompt, params: GenerateParams) -> None:
+    def __init__(self, prompt: Prompt, params: GenerateParams, worker: "EngineWorker") -> None:
+        self._worker = worker
         self._prompt = prompt
         self._params = params
         self._cancel = CancelToken()
@@ -64,8 +70,13 @@ class Generation:
         return events
 
     def cancel(self) -> None:
-        """Ask the engine to end this request; a Done follows, unless it never began."""
+        """Ask the engine to end this request; a Done follows, unless it never began.
+
+        One that waits leaves the queue at once.
+        """
         self._cancel.set()
+        if self._worker.leave(self):
+            self.refuse("the request was cancelled before it began")
 
     def abandon(self) -> None:
         """Cancel, and wake who waits in `next` at once: the client has gone."""
@@ -88,12 +99,16 @@ class Generation:
         if self._cancel.is_set():
             self.refuse("the request was cancelled before it began")
             return
+        watch = self._worker.watch
+        watch.began(self._prompt)
         try:
             for event in backend.generate(self._prompt, self._params, self._cancel):
+                watch.saw(event)
                 self._put(event)
                 if isinstance(event, Done):
                     _log_request(event)
         except Exception as error:
+            watch.failed()
             if not isinstance(error, RequestError | CapacityError):
                 _log.error("a request failed", exc_info=error)
             self._put(error)
@@ -129,7 +144,8 @@ class EngineWorker:
         self._queue_limit = queue_limit
         self._on_ready = on_ready
         self._on_failure = on_failure
-        self._queue: queue.SimpleQueue[Generation | None] = queue.SimpleQueue()
+        self._queue: FairQueue[Generation] = FairQueue()
+        self.watch = Watch()
         self._lock = threading.Lock()
         self._current: Generation | None = None
         self._backend: Backend | None = None
@@ -146,9 +162,11 @@ class EngineWorker:
         """Cancel everything, close the backend and wait for the thread."""
         with self._lock:
             self._stopping = True
-            if self._current is not None:
-                self._current.cancel()
-        self._queue.put(None)
+            current = self._current
+        for waiting in self._queue.close():
+            waiting.refuse("the server is stopping")
+        if current is not None:
+            current.cancel()
         self._thread.join()
 
     @property
@@ -163,7 +181,11 @@ class EngineWorker:
     @property
     def n_waiting(self) -> int:
         """Requests in the queue, without the one that runs."""
-        return self._queue.qsize()
+        return len(self._queue)
+
+    def leave(self, generation: Generation) -> bool:
+        """Take a request out of the queue; False if it is not in it."""
+        return self._queue.remove(generation)
 
     def submit(self, prompt: Prompt, params: GenerateParams) -> Generation:
         """Queue a request. Raises CapacityError when too many wait, or the server stops."""
@@ -171,8 +193,8 @@ class EngineWorker:
             raise CapacityError("the server is stopping")
         if self.n_waiting >= self._queue_limit:
             raise CapacityError(f"{self.n_waiting} requests wait already; try again later")
-        generation = Generation(prompt, params)
-        self._queue.put(generation)
+        generation = Generation(prompt, params, self)
+        self._queue.put(generation, _session_of(prompt))
         return generation
 
     def _set_progress(self, fraction: float) -> None:
@@ -194,32 +216,43 @@ class EngineWorker:
                 self._on_ready(backend)
             while (generation := self._queue.get()) is not None:
                 with self._lock:
-                    stopping = self._stopping
-                    self._current = None if stopping else generation
-                if stopping:  # all that were queued before the None of stop() come by here
-                    generation.refuse("the server is stopping")
-                else:
-                    generation.run(backend)
+                    self._current = generation
+                    if self._stopping:
+                        generation.cancel()
+                generation.run(backend)
+                with self._lock:
+                    self._current = None
         finally:
             backend.close()
 
 
+def _session_of(prompt: Prompt) -> Hashable:
+    """What the requests of one session have in common: its id, or how it begins."""
+    if prompt.conversation_id is not None:
+        return prompt.conversation_id
+    end = next((item.span.stop for item in prompt.spans if item.role == "user"), SESSION_TOKENS)
+    return prompt.tokens[:end]
+
+
 def _log_request(done: Done) -> None:
+    """One line a request, always with the same keys; never a word of prompt or reply."""
     stats: RequestStats = done.stats
     memory = stats.memory
-    _log.info(
-        "prompt=%d hit=%d selected=%d staged_in=%d replayed=%d prefill_s=%.3f decode_tok_s=%.1f "
-        "reply=%d end=%s memory=%s",
-        stats.prompt_tokens,
-        stats.cached_tokens,
-        len(memory.blocks),
-        memory.blocks_in,
-        memory.replayed_tokens,
-        stats.prompt_s,
-        stats.decode_per_s,
-        stats.completion_tokens,
-        done.reason,
-        memory.decision,
-    )
+    fields = {
+        "conversation": memory.conversation,
+        "use": memory.conversation_use,
+        "prompt": stats.prompt_tokens,
+        "hit": stats.cached_tokens,
+        "selected": len(memory.blocks),
+        "staged_in": memory.blocks_in,
+        "replayed": memory.replayed_tokens,
+        "prefill_s": round(stats.prompt_s, 3),
+        "decode_tok_s": round(stats.decode_per_s, 1),
+        "reply": stats.completion_tokens,
+        "end": done.reason,
+        "memory": memory.decision,
+    }
+    line = " ".join(f"{key}={value}" for key, value in fields.items())
+    _request_log.info("%s", line, extra={"fields": fields})
     for note in memory.notes:
         _log.warning("%s", note)

@@ -1,0 +1,95 @@
+"""Who may ask: keys, and which web pages."""
+
+import hmac
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvmem.server.errors import http_error_response
+
+__all__ = ["OPEN_PATHS", "ApiKeys", "Origins"]
+
+OPEN_PATHS = ("/health", "/v1/health")  # need no key
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+PREFLIGHT_S = "600"
+
+
+class ApiKeys:
+    """Lets through who brings a key, as bearer or X-Api-Key; all, where no key is set."""
+
+    def __init__(self, app: ASGIApp, *, keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._keys = tuple(key.encode() for key in keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_known(scope):
+            await self._app(scope, receive, send)
+            return
+        response = http_error_response(401, "give a valid key as Authorization: Bearer")
+        await response(scope, receive, send)
+
+    def _is_known(self, scope: Scope) -> bool:
+        if not self._keys:
+            return True
+        headers = Headers(scope=scope)
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = token if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        # every key is compared: the time tells nothing
+        return any([hmac.compare_digest(given.strip().encode(), key) for key in self._keys])
+
+
+class Origins:
+    """Keeps web pages of other places out, and lets those that are allowed read the replies.
+
+    A browser names the page's origin with each request that a page makes; others send none, and
+    pass. Refusing is done here, since a page may send a request whose reply it cannot read.
+    allowed: origins as browsers write them; "*" for all. Pages of this machine always may ask.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed: tuple[str, ...]) -> None:
+        self._app = app
+        self._allowed = frozenset(allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None
+        if origin is None:
+            await self._app(scope, receive, send)
+            return
+        if not self._may_ask(origin):
+            response = http_error_response(
+                403, f"pages of {origin} may not ask here; allow them with --cors-origins"
+            )
+            await response(scope, receive, send)
+            return
+        asked = Headers(scope=scope)
+        headers = {"access-control-allow-origin": origin, "vary": "Origin"}
+        if scope["method"] == "OPTIONS" and "access-control-request-method" in asked:
+            headers["access-control-allow-methods"] = "GET, POST"
+            headers["access-control-allow-headers"] = asked.get(
+                "access-control-request-headers", "authorization, content-type, x-api-key"
+            )
+            headers["access-control-max-age"] = PREFLIGHT_S
+            await send({"type": "http.response.start", "status": 204, "headers": _encode(headers)})
+            await send({"type": "http.response.body", "body": b""})
+            return
+
+        async def send_with_headers(message: dict[str, object]) -> None:
+            if message["type"] == "http.response.start":
+                given = message.get("headers", [])
+                assert isinstance(given, list)
+                message = {**message, "headers": [*given, *_encode(headers)]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)  # type: ignore[arg-type]
+
+    def _may_ask(self, origin: str) -> bool:
+        if "*" in self._allowed or origin in self._allowed:
+            return True
+        parts = urlsplit(origin)
+        return parts.scheme in ("http", "https") and parts.hostname in LOOPBACK
+
+
+def _encode(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
