@@ -104,9 +104,9 @@ class Generation:
         try:
             for event in backend.generate(self._prompt, self._params, self._cancel):
                 watch.saw(event)
-                self._put(event)
                 if isinstance(event, Done):
                     _log_request(event)
+                self._put(event)
         except Exception as error:
             watch.failed()
             if not isinstance(error, RequestError | CapacityError):
