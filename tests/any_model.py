@@ -155,7 +155,9 @@ def draw(name: str, shape: Shape, arch: str) -> npt.NDArray[np.float64]:
     if ".ssm_a" in name and "alpha" not in name:
         return -0.1 - np.abs(values) * 0.05  # a state that forgets
     if name.endswith("norm.weight"):
-        return np.full(shape, 1.5 if re.search(r"attn_[qk]_norm", name) else 1.0)
+        if re.search(r"attn_[qk]_norm", name):
+            return 1.5 + 0.3 * np.clip(values, -3, 3)
+        return np.ones(shape)
     if name.startswith("rope_"):
         return 1 + np.abs(values)
     if name.startswith("token_embd"):

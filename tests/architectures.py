@@ -153,9 +153,9 @@ DELTA_NET: Final[Keys] = MappingProxyType(
 SHARED_ROPE: Final[Keys] = MappingProxyType(
     {
         "attention.head_count_kv": HEADS,
-        "attention.key_length": 48,
+        "attention.key_length": 96,
         "attention.value_length": 32,
-        "rope.dimension_count": 16,
+        "rope.dimension_count": 32,
     }
 )
 WINDOW: Final[Keys] = MappingProxyType(
@@ -193,10 +193,6 @@ REASONS: Final[Mapping[str, Reason]] = MappingProxyType(
         "dsv4": Reason("a DSV4 cache compresses", "DSV4: K of groups of tokens, beside a window"),
         "index": Reason(
             "a hybrid cache with an index", "hybrid with an index that mirrors the cells of K and V"
-        ),
-        "changed": Reason(
-            "changed after their rotation",
-            "K is normalised after its rotation, so summaries cannot take the rotation back",
         ),
         "flash": Reason("flash attention is off", "no flash attention, so V lies in columns"),
         "router": Reason(
@@ -261,17 +257,17 @@ NGRAMS: Final[Keys] = MappingProxyType(
 ARCHITECTURES: Final[tuple[Kind, ...]] = (
     # one attention cache
     *kinds(
-        "llama deci falcon gptneox mpt baichuan refact bloom stablelm qwen qwen2 qwen2vl qwen3 "
+        "llama deci falcon gptneox baichuan refact bloom stablelm qwen qwen2 qwen2vl qwen3 "
         "qwen3vl phi2 phi3 plamo plamo3 codeshell orion internlm2 minicpm gemma starcoder2 xverse "
         "command-r olmo olmo2 chatglm glm4 bitnet jais jais2 nemotron exaone exaone4 granite "
         "arcee ernie4_5 smollm3 seed_oss apertus cogvlm pangu-embedded mistral3 "
-        "nanbeige pockettts k2-horizon openelm"
+        "nanbeige pockettts k2-horizon openelm hunyuan-dense hunyuan_vl maincoder talkie"
     ),
     *kinds("hrm_text", "", {"block_count": 6}),
-    *kinds("gpt2 starcoder", "", {"context_length": 4096}),
+    *kinds("gpt2 starcoder mpt", "", {"context_length": 4096}),
     *kinds(
         "qwen2moe qwen3moe qwen3vlmoe phimoe dbrx arctic deepseek glm4moe granitemoe bailingmoe "
-        "bailingmoe2 ernie4_5-moe hy_v3 smallthinker grovemoe minimax-m2 mellum laguna",
+        "bailingmoe2 ernie4_5-moe hunyuan-moe hy_v3 smallthinker grovemoe minimax-m2 mellum laguna",
         "",
         EXPERTS,
     ),
@@ -388,8 +384,6 @@ ARCHITECTURES: Final[tuple[Kind, ...]] = (
         },
     ),
     *kinds("qwen4exp", "index", EXPERTS, DELTA_NET, NGRAMS, {"rope.dimension_count": HEAD_DIM}),
-    *kinds("hunyuan-dense hunyuan_vl maincoder talkie", "changed"),
-    *kinds("hunyuan-moe", "changed", EXPERTS),
     *kinds("grok", "flash", EXPERTS),
     *kinds("graniteswitch", "router"),
     # what cannot continue a text
@@ -443,6 +437,23 @@ VARIANTS: Final[tuple[Kind, ...]] = (
         "layers of other head counts",
     ),
     Kind("deepseek2", "", {**EXPERTS, **SHARED_ROPE}, "converted without MLA"),
+    Kind(
+        "hunyuan-dense",
+        "",
+        {
+            **SCALED,
+            "rope.scaling.type": "yarn",
+            "attention.key_length": 64,
+            "attention.value_length": 64,
+        },
+        "YaRN and wide heads",
+    ),
+    Kind(
+        "minicpm3",
+        "",
+        {**SHARED_ROPE, "attention.key_length": 64},
+        "wide heads",
+    ),
     *(
         Kind(arch, "window", {**keys, **WINDOW}, "with a window")
         for arch, keys in (

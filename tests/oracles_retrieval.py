@@ -52,10 +52,15 @@ def angles(spec: RopeSpec, pos: Sequence[int]) -> tuple[list[float], float]:
 
 
 def rotate(rows: NDArray[np.float32] | F64, pos: NDArray[np.int32], spec: RopeSpec | None) -> F64:
-    """What RoPE makes of rows [n_rows, n_heads, head_dim] at pos [n_rows, 4]."""
+    """What RoPE makes of rows [n_rows, n_heads, head_dim] at pos [n_rows, 4].
+
+    Weights come behind it: rows have them already, and the result has them too.
+    """
     out = np.array(rows, np.float64)
     if spec is None:
         return out
+    weights = np.ones(out.shape[2]) if spec.weights is None else np.array(spec.weights)
+    out /= weights
     for row in range(len(out)):
         thetas, magnitude = angles(spec, [int(p) for p in pos[row]])
         for i, theta in enumerate(thetas):
@@ -65,6 +70,7 @@ def rotate(rows: NDArray[np.float32] | F64, pos: NDArray[np.int32], spec: RopeSp
             x, y = out[row, :, a].copy(), out[row, :, b].copy()
             out[row, :, a] = x * c - y * s
             out[row, :, b] = x * s + y * c
+    out *= weights
     return out
 
 

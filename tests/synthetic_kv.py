@@ -27,6 +27,10 @@ ROPE_SPECS: dict[str, RopeSpec | None] = {
         n_dims=64, mode=2, n_ctx_orig=4096, freq_scale=1 / 32, ext_factor=1.0, attn_factor=0.9
     ),
     "half yarn": RopeSpec(n_dims=64, n_ctx_orig=8192, freq_scale=0.5, ext_factor=0.5, beta_fast=16),
+    "weights": RopeSpec(
+        n_dims=32, mode=2, offset=8, weights=tuple(0.5 + i % 7 / 3 for i in range(64))
+    ),
+    "weights normal": RopeSpec(n_dims=64, weights=tuple(-1.5 + i % 4 for i in range(64))),
     "factors": RopeSpec(n_dims=64, freq_base=5e5, freq_factors=tuple(1 + i / 4 for i in range(32))),
     "mrope": RopeSpec(n_dims=64, mode=8, freq_base=1e6, sections=(8, 12, 12, 0)),
     "mrope four": RopeSpec(n_dims=64, mode=8, sections=(6, 4, 4, 2)),

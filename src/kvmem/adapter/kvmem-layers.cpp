@@ -5,6 +5,7 @@
 #include "llama-ext.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -63,13 +64,21 @@ static bool is_hadamard(const ggml_tensor * matrix) {
 struct rotation {
     const ggml_tensor * rope     = nullptr; // null: not rotated
     const ggml_tensor * factors  = nullptr; // of its frequencies
-    int32_t             offset   = 0;       // where in a head the rotated part begins
+    const ggml_tensor * weights  = nullptr; // of a norm behind it
+    bool                normed   = false;
+    int32_t             offset   = 0; // where in a head the rotated part begins
     int32_t             hadamard = 0;
 };
 
-// one factor a token, such as an attention temperature that grows with the position: it commutes with a rotation
-static bool is_token_scale(const ggml_tensor * tensor) {
-    return (tensor->flags & GGML_TENSOR_FLAG_INPUT) && tensor->ne[0] == 1 && tensor->ne[1] == 1;
+// one factor for all of a head, such as an attention temperature that grows with the position: it commutes
+static bool is_head_scale(const ggml_tensor * tensor) {
+    return tensor->op == GGML_OP_NONE && tensor->ne[0] == 1;
+}
+
+// the weights of a norm over each head
+static bool is_head_weight(const ggml_tensor * tensor, const ggml_tensor * scaled) {
+    return tensor->op == GGML_OP_NONE && tensor->type == GGML_TYPE_F32 && tensor->ne[0] == scaled->ne[0] &&
+           ggml_nelements(tensor) == tensor->ne[0];
 }
 
 // whether a RoPE lies between what node `at` reads and the projections that it was made of
@@ -107,8 +116,20 @@ static rotation find_rotation(ggml_cgraph * graph, const ggml_tensor * tensor, i
                 t = t->src[0];
                 continue;
             case GGML_OP_MUL:
-                if (is_token_scale(src_of_op(1))) {
+                if (is_head_scale(src_of_op(1))) {
                     t = t->src[0];
+                    continue;
+                }
+                if (!res.normed && src_of_op(0)->op == GGML_OP_RMS_NORM && is_head_weight(src_of_op(1), t)) {
+                    res.weights = src_of_op(1);
+                    t           = t->src[0];
+                    continue;
+                }
+                break;
+            case GGML_OP_RMS_NORM: // without its weights it commutes, and takes the rotation's magnitude out
+                if (has_rope(graph, t->src[0], at)) {
+                    res.normed = true;
+                    t          = t->src[0];
                     continue;
                 }
                 break;
@@ -139,7 +160,14 @@ static rotation find_rotation(ggml_cgraph * graph, const ggml_tensor * tensor, i
     }
 }
 
-static void read_rope(const rotation & found, kvmem_rope & rope, std::vector<float> & freq_factors) {
+static void read_floats(const ggml_tensor * tensor, std::vector<float> & values, int32_t & n, const float *& data) {
+    values.resize(ggml_nelements(tensor));
+    ggml_backend_tensor_get(tensor, values.data(), 0, values.size() * sizeof(float));
+    n    = (int32_t) values.size();
+    data = values.data();
+}
+
+static void read_rope(const rotation & found, kvmem_rope & rope, kvmem_rope_data & data) {
     const ggml_tensor * tensor = found.rope;
     rope                       = {};
     if (!tensor) {
@@ -158,11 +186,14 @@ static void read_rope(const rotation & found, kvmem_rope & rope, std::vector<flo
     memcpy(&rope.beta_slow, ints + 10, sizeof(float));
     memcpy(rope.sections, ints + 11, sizeof(rope.sections));
     rope.offset = ints[15] + found.offset;
-    if (const ggml_tensor * factors = found.factors) {
-        freq_factors.resize(factors->ne[0]);
-        ggml_backend_tensor_get(factors, freq_factors.data(), 0, freq_factors.size() * sizeof(float));
-        rope.n_freq_factors = (int32_t) freq_factors.size();
-        rope.freq_factors   = freq_factors.data();
+    if (found.normed) { // cancels what YaRN multiplies beside attn_factor, see rope_yarn
+        rope.attn_factor = rope.ext_factor ? 1.0f / (1.0f + 0.1f * logf(1.0f / rope.freq_scale)) : 1.0f;
+    }
+    if (found.factors) {
+        read_floats(found.factors, data.freq_factors, rope.n_freq_factors, rope.freq_factors);
+    }
+    if (found.weights) {
+        read_floats(found.weights, data.weights, rope.n_weights, rope.weights);
     }
 }
 
@@ -207,7 +238,7 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens, uint32_t 
                 auto *         layer = &layers[at];
                 const rotation rot   = find_rotation(graph, node->src[0], i);
                 layer->info.hadamard = rot.hadamard;
-                read_rope(rot, layer->info.rope_k, layer->freq_factors_k);
+                read_rope(rot, layer->info.rope_k, layer->rope_k);
             }
         } else if (node->op == GGML_OP_FLASH_ATTN_EXT) {
             if (const int at = layer_of(node->src[1]); at >= 0) {
@@ -218,7 +249,7 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens, uint32_t 
                 info.n_head_kv  = (int32_t) node->src[1]->ne[2];
                 info.head_dim_v = (int32_t) node->src[2]->ne[0];
                 memcpy(&info.kq_scale, node->op_params, sizeof(float));
-                read_rope(find_rotation(graph, node->src[0], i), info.rope_q, layer->freq_factors_q);
+                read_rope(find_rotation(graph, node->src[0], i), info.rope_q, layer->rope_q);
             }
         }
     }
@@ -228,9 +259,11 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens, uint32_t 
             throw std::runtime_error(
                     "flash attention is off or not possible for this model, and without it V is stored transposed");
         }
-        // the vectors may have moved while layers were collected
-        layer.info.rope_k.freq_factors = layer.freq_factors_k.data();
-        layer.info.rope_q.freq_factors = layer.freq_factors_q.data();
+        for (const kvmem_rope & rope : { layer.info.rope_k, layer.info.rope_q }) {
+            if (rope.n_weights && rope.n_weights != layer.info.head_dim_k) {
+                throw std::runtime_error("its keys or queries are normalised over more than one head");
+            }
+        }
         cell_bytes += layer.info.k_row_bytes + layer.info.v_row_bytes;
     }
     const auto all = pieces();

@@ -16,12 +16,17 @@
 
 struct llama_batch_ext;
 
+struct kvmem_rope_data {
+    std::vector<float> freq_factors;
+    std::vector<float> weights;
+};
+
 struct kvmem_layer_data {
-    kvmem_layer        info = {};
-    ggml_tensor *      k    = nullptr;
-    ggml_tensor *      v    = nullptr;
-    std::vector<float> freq_factors_k;
-    std::vector<float> freq_factors_q;
+    kvmem_layer     info = {};
+    ggml_tensor *   k    = nullptr;
+    ggml_tensor *   v    = nullptr;
+    kvmem_rope_data rope_k; // what info points to
+    kvmem_rope_data rope_q;
 };
 
 struct kvmem_tap {

@@ -41,7 +41,9 @@ typedef struct {
     float         beta_slow;
     int32_t       sections[4];
     int32_t       n_freq_factors;
-    const float * freq_factors; // owned by the memory
+    const float * freq_factors; // owned by the memory, as weights
+    int32_t       n_weights;    // of a norm behind the rotation: one for each dimension of a head, or 0
+    const float * weights;
 } kvmem_rope;
 
 typedef struct {

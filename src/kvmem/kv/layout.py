@@ -72,6 +72,7 @@ class RopeSpec:
 
     `sections`: pairs of dims that follow pos t, y, x and the fourth (M-RoPE modes only).
     `offset`: first rotated dim of a head. `freq_factors`: n_dims / 2 divisors of the angle.
+    `weights`: factors that the dims of a head got after the rotation, None for none.
     """
 
     n_dims: int
@@ -86,6 +87,7 @@ class RopeSpec:
     sections: tuple[int, int, int, int] = (0, 0, 0, 0)
     offset: int = 0
     freq_factors: tuple[float, ...] | None = None
+    weights: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         _require(self.mode in _ROPE_MODES, "rope.mode", self.mode, f"one of {_ROPE_MODES}")
@@ -128,6 +130,14 @@ class RopeSpec:
                 "rope.freq_factors",
                 len(self.freq_factors),
                 f"at least n_dims / 2 = {self.n_dims // 2} positive values",
+            )
+        if self.weights is not None:
+            end = self.offset + self.n_dims
+            _require(
+                len(self.weights) >= end and all(map(isfinite, self.weights)),
+                "rope.weights",
+                len(self.weights),
+                f"at least offset + n_dims = {end} finite values",
             )
 
 

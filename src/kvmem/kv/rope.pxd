@@ -5,6 +5,7 @@ cdef struct Rotation:
     bint adjacent     # the dims of a pair are neighbours; else they are n_half apart
     double *freq      # [n_half], radians per position
     int *section      # [n_half], which of the four positions turns this pair
+    float *weight     # [2 * n_half], of the rotated dims; NULL for none
     double scale      # 1 / magnitude that the rotation multiplied in
     float *cos_       # [max_rows, n_half], times scale
     float *sin_

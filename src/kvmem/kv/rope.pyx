@@ -4,6 +4,8 @@ The angle of pair i at position p is p * f_i, with
     f_i = base^(-2i/n_dims) / factor_i * (scale * (1 - r_i) + r_i)
 where r_i is YaRN's ramp times ext_factor (0 without YaRN). The rotation multiplies by
 attn_factor, and by 1 + 0.1 ln(1/scale) under YaRN; both are divided out.
+Weights behind the rotation are taken off before it is undone and put on again after it: what is left
+is the vector as it would be at position 0.
 Angles, sines and cosines are taken in double: at position 200,000 a float angle is 0.01 off.
 Source: ggml-cpu/ops.cpp, rope_yarn and ggml_mrope_cache_init; YaRN, arXiv 2309.00071, section 3.
 """
@@ -51,7 +53,14 @@ cdef int rotation_open(Rotation *rotation, spec, int max_rows) except -1:
     rotation.section = <int *>calloc(n_half, sizeof(int))
     rotation.cos_ = <float *>malloc(<size_t>max_rows * n_half * sizeof(float))
     rotation.sin_ = <float *>malloc(<size_t>max_rows * n_half * sizeof(float))
-    if not (rotation.freq and rotation.section and rotation.cos_ and rotation.sin_):
+    weights = spec.weights
+    if weights is not None:
+        rotation.weight = <float *>malloc(2 * n_half * sizeof(float))
+        if rotation.weight:
+            for i in range(2 * n_half):
+                rotation.weight[i] = weights[spec.offset + i]
+    if not (rotation.freq and rotation.section and rotation.cos_ and rotation.sin_
+            and (weights is None or rotation.weight)):
         rotation_close(rotation)
         raise MemoryError()
 
@@ -83,6 +92,8 @@ cdef void rotation_close(Rotation *rotation) noexcept nogil:
     free(rotation.section)
     free(rotation.cos_)
     free(rotation.sin_)
+    free(rotation.weight)
+    rotation.weight = NULL
     rotation.freq = NULL
     rotation.section = NULL
     rotation.cos_ = NULL
@@ -112,6 +123,9 @@ cdef void rotation_undo(const Rotation *rotation, int row, float *head) noexcept
     cdef const float *s = rotation.sin_ + <size_t>row * n_half
     cdef float *x = head + rotation.first
     cdef float *y = x + n_half
+    if rotation.weight:
+        for i in range(2 * n_half):  # a dim of weight 0 says nothing, and gets nothing below
+            x[i] = x[i] / rotation.weight[i] if rotation.weight[i] else 0
     if rotation.adjacent:
         for i in range(n_half):
             a = x[2 * i]
@@ -124,6 +138,9 @@ cdef void rotation_undo(const Rotation *rotation, int row, float *head) noexcept
             b = y[i]
             x[i] = a * c[i] + b * s[i]
             y[i] = b * c[i] - a * s[i]
+    if rotation.weight:
+        for i in range(2 * n_half):
+            x[i] *= rotation.weight[i]
 
 
 cdef void hadamard(float *x, int n, int size) noexcept nogil:

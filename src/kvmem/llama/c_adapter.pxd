@@ -32,6 +32,8 @@ cdef extern from "kvmem.h" nogil:
         int sections[4]
         int n_freq_factors
         const float *freq_factors
+        int n_weights
+        const float *weights
 
     ctypedef void (*kvmem_dequantize)(const void *src, float *dst, int64_t n)
 

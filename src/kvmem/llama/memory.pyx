@@ -235,6 +235,7 @@ cdef object _rope(const a.kvmem_rope *rope):
         sections=(rope.sections[0], rope.sections[1], rope.sections[2], rope.sections[3]),
         offset=rope.offset,
         freq_factors=tuple([rope.freq_factors[i] for i in range(rope.n_freq_factors)]) or None,
+        weights=tuple([rope.weights[i] for i in range(rope.n_weights)]) or None,
     )
 
 
