@@ -4,8 +4,8 @@ The angle of pair i at position p is p * f_i, with
     f_i = base^(-2i/n_dims) / factor_i * (scale * (1 - r_i) + r_i)
 where r_i is YaRN's ramp times ext_factor (0 without YaRN). The rotation multiplies by
 attn_factor, and by 1 + 0.1 ln(1/scale) under YaRN; both are divided out.
-Weights behind the rotation are taken off before it is undone and put on again after it: what is left
-is the vector as it would be at position 0.
+Weights behind the rotation are taken off before it is undone and put on again after it: what is
+left is the vector as it would be at position 0.
 Angles, sines and cosines are taken in double: at position 200,000 a float angle is 0.01 off.
 Source: ggml-cpu/ops.cpp, rope_yarn and ggml_mrope_cache_init; YaRN, arXiv 2309.00071, section 3.
 """
