@@ -33,9 +33,11 @@ def kvmem_flags(flags: argparse.Namespace) -> list[str]:
         "--chat-template": flags.chat_template,
         "--chat-template-file": flags.chat_template_file,
         "--reasoning": flags.reasoning,
+        "--cors-origins": flags.cors_origins or "*",  # what llama-server has where it is left out
     }
     words = [word for name, value in said.items() if value for word in (name, str(value))]
-    return [*words, "--verbose"] if flags.verbose else words
+    shown = ["--slots" if flags.slots else "--no-slots", *(["--metrics"] if flags.metrics else [])]
+    return [*words, *shown, *(["--verbose"] if flags.verbose else [])]
 
 
 if __name__ == "__main__":

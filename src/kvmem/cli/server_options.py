@@ -52,8 +52,8 @@ class ServerOptions:
     cors_origins: Annotated[
         str,
         llama_flag("--cors-origins", env="CORS_ORIGINS", panel=SERVER_PANEL,
-               help="Web pages that may ask, as https://host with commas between, or *. Left out: "
-               "those of this machine alone."),
+               help="Web pages that may ask, as https://host with commas between, or *. Left out, "
+               "or localhost: those of this machine alone."),
     ] = ""  # fmt: skip
     slots: Annotated[
         bool,
@@ -81,7 +81,7 @@ class ServerOptions:
             port=self.port,
             alias=self.alias or model.stem,
             api_keys=self._keys(),
-            cors_origins=tuple(origin for origin in origins if origin),
+            cors_origins=tuple(origin for origin in origins if origin not in ("", "localhost")),
             ssl_key_file=self.ssl_key_file,
             ssl_cert_file=self.ssl_cert_file,
             show_slots=self.slots,

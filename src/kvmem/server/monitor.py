@@ -1,5 +1,6 @@
 """Endpoints for those who watch: /props, /slots and /metrics. They answer during a generation."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -31,6 +32,7 @@ class MonitorApi:
         self._worker = worker
         self._config = config
         self._defaults = defaults
+        self._started = int(time.time())
         self._registry = CollectorRegistry()
         self._registry.register(_Measures(worker))
 
@@ -80,7 +82,13 @@ class MonitorApi:
             "is_processing": now.is_running,
             "n_prompt_tokens": now.prompt_tokens,
             "n_prompt_tokens_processed": now.read_tokens,
-            "next_token": [{"n_decoded": now.reply_tokens, "has_next_token": now.is_running}],
+            "next_token": [
+                {
+                    "n_decoded": now.reply_tokens if now.is_running else 0,
+                    "n_remain": -1,
+                    "has_next_token": now.is_running,
+                }
+            ],
             "params": self._params(),
             "kvmem": {
                 "n_waiting": worker.n_waiting,
@@ -96,7 +104,11 @@ class MonitorApi:
             raise SwitchedOff("/metrics is off: start with --metrics")
         _ = self._worker.backend
         return Response(
-            generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+            generate_latest(self._registry),
+            headers={
+                "Content-Type": CONTENT_TYPE_LATEST,
+                "Process-Start-Time-Unix": str(self._started),
+            },
         )
 
     def _params(self) -> dict[str, Any]:
@@ -139,7 +151,13 @@ class _Measures(Collector):
         yield _gauge("llamacpp:requests_processing", "Requests that run.", int(now.is_running))
         yield _gauge("llamacpp:requests_deferred", "Requests that wait.", self._worker.n_waiting)
         yield _counter(
-            "kvmem:cached_tokens", "Prompt tokens that were not read again.", totals.cached_tokens
+            "llamacpp:prompt_tokens_cached", "Those that were not read again.", totals.cached_tokens
+        )
+        yield _counter(
+            "llamacpp:spec_decode_num_draft_tokens", "Tokens proposed.", totals.draft_tokens
+        )
+        yield _counter(
+            "llamacpp:spec_decode_num_accepted_tokens", "And accepted.", totals.accepted_tokens
         )
         yield _counter("kvmem:replayed_tokens", "Tokens read twice.", totals.replayed_tokens)
         yield _counter("kvmem:blocks_in", "Blocks that came to the device.", totals.blocks_in)

@@ -71,7 +71,7 @@ class Origins:
                 "access-control-request-headers", "authorization, content-type, x-api-key"
             )
             headers["access-control-max-age"] = PREFLIGHT_S
-            await send({"type": "http.response.start", "status": 204, "headers": _encode(headers)})
+            await send({"type": "http.response.start", "status": 200, "headers": _encode(headers)})
             await send({"type": "http.response.body", "body": b""})
             return
 

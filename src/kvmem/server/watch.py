@@ -32,6 +32,8 @@ class Totals:
     prompt_s: float = 0.0
     reply_tokens: int = 0
     decode_s: float = 0.0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     blocks_in: int = 0
     blocks_out: int = 0
     bytes_in: int = 0
@@ -95,6 +97,8 @@ class Watch:
                 prompt_s=before.prompt_s + stats.prompt_s,
                 reply_tokens=before.reply_tokens + stats.completion_tokens,
                 decode_s=before.decode_s + stats.decode_s,
+                draft_tokens=before.draft_tokens + stats.draft_n,
+                accepted_tokens=before.accepted_tokens + stats.draft_n_accepted,
                 blocks_in=before.blocks_in + memory.blocks_in,
                 blocks_out=before.blocks_out + memory.blocks_out,
                 bytes_in=before.bytes_in + memory.bytes_in,
