@@ -15,7 +15,7 @@ from handset import LINE_BREAK, SCRIPT, write_handset
 from kvmem.chat.render import ChatRenderer
 from kvmem.chat.reply import ReplyMessage
 from kvmem.chat.request import parse_chat_request
-from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
+from kvmem.config import DraftConfig, EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Done, TokenEvent
 from kvmem.llama.template import ChatTemplate
@@ -56,9 +56,10 @@ class Reply:
 
 
 class Chat:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, n_drafts: int = 0) -> None:
         model = ModelConfig(path=path, n_threads=1)
-        self.engine = Engine(EngineConfig(model=model, memory=MEMORY))
+        draft = DraftConfig(spec_type="draft-mtp", n_max=n_drafts) if n_drafts else DraftConfig()
+        self.engine = Engine(EngineConfig(model=model, memory=MEMORY, draft=draft))
         self.template = ChatTemplate(self.engine.model)
         self.renderer = ChatRenderer(self.template, self.engine.vocab)
         self.session = self.engine.session()
@@ -79,12 +80,27 @@ def chat(tiny_llama: Path) -> Iterator[Chat]:
 
 
 @pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
+def script_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Says the script at the end of a prompt that has opened the thought."""
     path = tmp_path_factory.mktemp("handset") / "chat.gguf"
-    chat = Chat(write_handset(path, script=SCRIPT[1:], start=LINE_BREAK, wrong_drafts=(5, 9)))
+    return write_handset(path, script=SCRIPT[1:], start=LINE_BREAK, wrong_drafts=(5, 9))
+
+
+@pytest.fixture(scope="module", params=[0, 1, 3, 5], ids="drafts={}".format)
+def scripted(script_model: Path, request: pytest.FixtureRequest) -> Iterator[Chat]:
+    """The script, with so many drafts at a time."""
+    chat = Chat(script_model, request.param)
     yield chat
     chat.close()
+
+
+@pytest.fixture(scope="module")
+def drafting(tiny_qwen35_mtp: Path) -> Iterator[tuple[Chat, Chat]]:
+    """Random words of a hybrid model, without drafts and with them."""
+    chats = Chat(tiny_qwen35_mtp), Chat(tiny_qwen35_mtp, 3)
+    yield chats
+    for chat in chats:
+        chat.close()
 
 
 SCHEMA = {
@@ -218,6 +234,32 @@ def test_a_budget_cuts_the_script(scripted: Chat) -> None:
     assert reply.message.reasoning == "I should"
     assert reply.message.content
     assert reply.reasoning_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": FORM, "enable_thinking": False},
+        {"response_format": FORM, "reasoning_budget_tokens": 5},
+        {"reasoning_budget_tokens": 3, "reasoning_budget_message": "\nSo.", "max_tokens": 40},
+        {"tools": [NUMBERS], "tool_choice": "required", "enable_thinking": False,
+         "parallel_tool_calls": False, "logit_bias": [["<tool_call>", 100]]},
+        {"grammar": 'root ::= [a-c]{3,9} "!"'},
+        {"max_tokens": 40, "ignore_eos": True, "presence_penalty": 1, "logprobs": True},
+    ],
+    ids=range(6),
+)  # fmt: skip
+def test_drafts_change_nothing(drafting: tuple[Chat, Chat], fields: dict[str, Any]) -> None:
+    plain, drafted = (chat.ask(temperature=0, **fields) for chat in drafting)
+    assert drafted.raw == plain.raw
+    assert (drafted.message.content, drafted.reason) == (plain.message.content, plain.reason)
+    if "response_format" in fields:
+        assert set(json.loads(drafted.message.content)) == {"a", "b", "c"}
+    for one, other in zip(plain.events, drafted.events, strict=True):
+        if one.logprobs is not None and other.logprobs is not None:
+            assert other.logprobs.chosen.logprob == pytest.approx(
+                one.logprobs.chosen.logprob, abs=0.01
+            )
 
 
 def test_logprobs_are_of_the_models_own_softmax(chat: Chat) -> None:

@@ -32,11 +32,15 @@ MAX_ID_LETTERS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDefaults:
-    """What holds where a request says nothing. max_tokens: None for the room in the workspace."""
+    """What holds where a request says nothing.
+
+    max_tokens: None for the room in the workspace. show_prompt: put it into every reply.
+    """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
     thinking: Thinking = field(default_factory=Thinking)
+    show_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +125,7 @@ def parse_chat_request(body: object, defaults: RequestDefaults | None = None) ->
         add_generation_prompt=add_prompt is not False,
         continues=_read_continues(body, messages),
         show_progress=read_bool(body, "return_progress") or False,
-        show_prompt=read_bool(body, "verbose") or False,
+        show_prompt=read_bool(body, "verbose") or defaults.show_prompt,
         keeps_thinking=_read_keeps_thinking(body),
         notes=notes,
     )

@@ -4,6 +4,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated
 
 import uvicorn
@@ -40,7 +41,12 @@ def serve(
         ),
     ] = False,
     verbose: Annotated[
-        bool, Option("-v", "--verbose", help="Log more than a line for each request.")
+        bool,
+        Option(
+            "-v",
+            "--verbose",
+            help="Log more than a line for each request, and put prompts into replies.",
+        ),
     ] = False,
     log_format: Annotated[
         logs.LogFormat, Option("--log-format", help="Log lines as text, or as JSON objects.")
@@ -53,7 +59,7 @@ def serve(
     logs.set_up(verbose=verbose and not log_disable, kind=log_format, requests=not log_disable)
     config = options.config()
     where = server.config(config.model.path)
-    defaults = sampling.defaults()
+    defaults = replace(sampling.defaults(), show_prompt=verbose)
     if calibrate and find(config).calibration is None:
         calibrate_missing(config)
     failures: list[BaseException] = []
