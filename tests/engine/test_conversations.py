@@ -104,10 +104,15 @@ def test_a_title_request_leaves_the_session_whole(tiny: Callable[..., Path], kin
         assert twin.ask(recorded.session, random_tokens(30, 4)).tokens == again.tokens
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen35"])
-def test_a_small_window_comes_back_as_it_was(tiny: Callable[..., Path], kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "n_drafts"), [("llama", 0), ("qwen35", 0), ("qwen35_mtp", 0), ("qwen35_mtp", 3)]
+)
+def test_a_small_window_comes_back_as_it_was(
+    tiny: Callable[..., Path], kind: str, n_drafts: int
+) -> None:
     """Far beyond the budget each conversation is that of its twin: same decisions, same window."""
     path = tiny(kind)
+    settings = {**MANY, "n_drafts": n_drafts}
     turns = [random_tokens(90 + 40 * i, 50 + i) for i in range(6)]
 
     def play(sessions: list[Session]) -> list[list[Reply]]:
@@ -119,12 +124,12 @@ def test_a_small_window_comes_back_as_it_was(tiny: Callable[..., Path], kind: st
                 replies[i].append(chat.ask(sessions[i], text))
         return replies
 
-    with Engine(make_config(path, **MANY)) as engine:
+    with Engine(make_config(path, **settings)) as engine:
         session = engine.session()
         together = play([session] * 3)
         conversations_of(session).check()
         assert len(conversations_of(session)) == 3
-    engines = [Engine(make_config(path, **MANY)) for _ in range(3)]
+    engines = [Engine(make_config(path, **settings)) for _ in range(3)]
     alone = play([engine.session() for engine in engines])
     for engine in engines:
         engine.close()

@@ -1,0 +1,146 @@
+"""Several agents at one server: whose history a reply sees, and what one that left has read."""
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live import WAIT_S, Server, serving
+from server_fake import until
+from starlette.testclient import TestClient
+
+from kvmem.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
+from kvmem.server.app import create_app
+from kvmem.server.backend import EngineBackend
+
+CHAT = "/v1/chat/completions"
+MEMORY: dict[str, Any] = {
+    "workspace_tokens": 4096, "budget_tokens": 4096, "reserve_tokens": 64, "block_tokens": 32,
+    "conversations": 4, "type_k": "f32", "type_v": "f32",
+}  # fmt: skip
+
+
+def make_client(path: Path) -> TestClient:
+    config = EngineConfig(model=ModelConfig(path=path, n_threads=1), memory=MemoryConfig(**MEMORY))
+    return TestClient(
+        create_app(lambda progress: EngineBackend(config, progress=progress),
+                   ServerConfig(alias="tiny"))
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def client(tiny_llama: Path) -> Iterator[TestClient]:
+    with make_client(tiny_llama) as client:
+        until(lambda: client.get("/health").status_code == 200)
+        yield client
+
+
+class Agent:
+    """Resends its whole history each turn, as agents do."""
+
+    def __init__(self, system: str) -> None:
+        self.messages = [{"role": "system", "content": system}]
+
+    def ask(self, client: TestClient, text: str, **fields: Any) -> dict[str, Any]:
+        self.messages.append({"role": "user", "content": text})
+        body = {"messages": self.messages, "temperature": 0, "max_tokens": 6, "kvmem": True}
+        response = client.post(CHAT, json={**body, **fields})
+        assert response.status_code == 200, response.text
+        reply: dict[str, Any] = response.json()
+        self.messages.append(
+            {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}
+        )
+        return reply
+
+
+def test_a_title_request_costs_the_session_nothing(client: TestClient) -> None:
+    agent = Agent("You help. " * 40)
+    first = agent.ask(client, "Tell me of the long voyage. " * 30)
+    title = Agent("You help. " * 40).ask(client, "Give a title.", max_tokens=3)
+    assert title["kvmem"]["conversation_use"] == "branched"
+    assert title["usage"]["prompt_cache_hit_tokens"] > 300
+    second = agent.ask(client, "And then?")
+    read = first["usage"]["prompt_tokens"]
+    assert second["kvmem"]["conversation_use"] == "switched"
+    assert second["usage"]["prompt_cache_hit_tokens"] >= read - 32
+
+
+def test_agents_at_once_get_what_each_would_alone(client: TestClient, tiny_llama: Path) -> None:
+    """Case R05, shortened: four at a time, six conversations, four are kept."""
+
+    def play(client: TestClient, number: int) -> list[str]:
+        agent = Agent(f"You are agent {number}. " * 10)
+        texts = []
+        for turn in range(3):
+            reply = agent.ask(client, f"question {turn} about thing {number} " * 5)
+            texts.append(reply["choices"][0]["message"]["content"])
+            usage = reply["usage"]
+            assert (
+                usage["prompt_cache_hit_tokens"] + reply["kvmem"]["read_tokens"]
+                == (usage["prompt_tokens"])
+            )
+        return texts
+
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda number: play(client, number), range(6)))
+    with make_client(tiny_llama) as other:
+        until(lambda: other.get("/health").status_code == 200)
+        alone = [play(other, number) for number in range(6)]
+    assert together == alone
+
+
+def post(server_address: tuple[str, int], body: dict[str, Any]) -> socket.socket:
+    data = json.dumps(body).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    client = socket.create_connection(server_address, timeout=WAIT_S)
+    client.sendall(head.encode() + data)
+    return client
+
+
+def finish(connection: socket.socket) -> dict[str, Any]:
+    received = b""
+    with connection:
+        while b"\r\n\r\n" not in received or not received.rstrip().endswith(b"}"):
+            received += connection.recv(65536)
+    result: dict[str, Any] = json.loads(received.partition(b"\r\n\r\n")[2])
+    return result
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: Path) -> Iterator[tuple[Server, tuple[str, int]]]:
+    with serving(
+        "-m", str(tiny_llama), "--port", "0", "-c", "16384", "-t", "1", "--kvmem-budget", "512",
+        "--kvmem-block-tokens", "32", "--kvmem-gen-reserve", "128", "--temp", "0", "-b", "64",
+    ) as server:  # fmt: skip
+        yield server, server.address()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_while_the_prompt_is_read_finds_it_read(
+    server: tuple[Server, tuple[str, int]], stream: bool
+) -> None:
+    """Case R08: the work ends within a batch, and the same prompt goes on where it stopped."""
+    process, address = server
+    words = " ".join(f"w{(i * 31 + stream) % 997}" for i in range(2500))
+    body = {"messages": [{"role": "user", "content": words}], "max_tokens": 4, "temperature": 0}
+    with post(address, {**body, "stream": stream}):
+        until(lambda: slot_of(address)["n_prompt_tokens_processed"] > 500)
+    until(lambda: not slot_of(address)["is_processing"])
+    assert process.until("end=cancelled")
+    n_read = slot_of(address)["n_prompt_tokens_processed"]
+    assert n_read < slot_of(address)["n_prompt_tokens"]
+    usage = finish(post(address, body))["usage"]
+    assert n_read - 64 <= usage["prompt_cache_hit_tokens"] <= n_read + 64
+
+
+def slot_of(address: tuple[str, int]) -> dict[str, Any]:
+    with socket.create_connection(address, timeout=WAIT_S) as connection:
+        connection.sendall(b"GET /slots HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+    slot: dict[str, Any] = json.loads(received.partition(b"\r\n\r\n")[2])[0]
+    return slot
