@@ -11,8 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from any_model import write_any
-from architectures import ARCHITECTURES, BASE, DEFAULTS, REASONS, UNTRIED, VARIANTS, Kind, table
+from any_model import EXTRAS, list_tensors, write_any, write_file
+from architectures import (
+    ARCHITECTURES,
+    BASE,
+    DEFAULTS,
+    EXPERTS,
+    REASONS,
+    UNTRIED,
+    VARIANTS,
+    Kind,
+    table,
+)
 from engines import Recorded, ask, make_config, random_tokens, record
 from numpy.typing import NDArray
 from stock import largest_difference, replay, replay_masked, stock_context
@@ -214,3 +224,29 @@ def test_a_workspace_beyond_the_learnt_positions_is_refused(tmp_path: Path) -> N
     config = make_config(path, workspace_tokens=512, budget_tokens=64, reserve_tokens=32)
     with Engine(config) as engine:
         assert len(ask(engine.session(), random_tokens(500), max_tokens=None).tokens) == 12
+
+
+@pytest.mark.parametrize("arch", ["glm4moe", "hy_v3"])
+def test_an_mtp_block_leaves_the_trunk_alone(arch: str, tmp_path: Path) -> None:
+    """The cache leaves the last block out: llama.cpp asks for its tensors, and drafts use it."""
+    keys = {**BASE, **EXPERTS, "block_count": 3}
+    path = write_file(tmp_path / f"{arch}.gguf", arch, keys, {})
+    shapes = {n: s for n, s in list_tensors(path).items() if not EXTRAS.search(n)}
+    width = shapes["output_norm.weight"][0]
+    shapes["blk.2.nextn.eh_proj.weight"] = (width, 2 * width)
+    shapes["blk.2.nextn.enorm.weight"] = shapes["blk.2.nextn.hnorm.weight"] = (width,)
+    write_file(path, arch, {**keys, "nextn_predict_layers": 1}, shapes)
+    equals_stock(path)
+    sees_its_blocks_alone(path)
+    loses_its_rotation(path)
+
+
+def test_a_head_that_a_kv_type_does_not_divide_is_refused(tmp_path: Path) -> None:
+    """Heads of 80 values, as phi-2 has them: q8_0, the default, comes in groups of 32."""
+    keys = {**BASE, "embedding_length": 320}
+    path = write_any(tmp_path / "phi2.gguf", "phi2", keys, DEFAULTS)
+    for enabled in (True, False):
+        with pytest.raises(ConfigError, match=r"type_k is q8_0, but must be f16 .* 80 values"):
+            Engine(make_config(path, enabled=enabled))
+    equals_stock(path)
+    sees_its_blocks_alone(path)

@@ -11,6 +11,7 @@
 #include "llama-memory-hybrid.h"
 #include "llama-model.h"
 
+#include <numeric>
 #include <stdexcept>
 #include <typeinfo>
 
@@ -206,6 +207,14 @@ const char * kvmem_model_refusal(const llama_model * model) {
         return "its attention looks ahead, so it cannot continue a text (it is made for embeddings or labels)";
     }
     return "";
+}
+
+void kvmem_model_head_dims(const llama_model * model, uint32_t * k, uint32_t * v) {
+    *k = *v = 0;
+    for (uint32_t il = 0; il < model->hparams.n_layer(); ++il) {
+        *k = std::gcd(*k, model->hparams.n_embd_head_k(il));
+        *v = std::gcd(*v, model->hparams.n_embd_head_v(il));
+    }
 }
 
 uint32_t kvmem_model_n_positions(const llama_model * model) {

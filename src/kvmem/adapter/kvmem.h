@@ -77,6 +77,8 @@ KVMEM_API const char * kvmem_last_error(void);
 KVMEM_API const char * kvmem_model_refusal(const struct llama_model * model);
 // Positions that the model has learnt a row for; 0 if it takes any
 KVMEM_API uint32_t kvmem_model_n_positions(const struct llama_model * model);
+// Values of a head of K and of V; the greatest common divisor where layers differ
+KVMEM_API void kvmem_model_head_dims(const struct llama_model * model, uint32_t * k, uint32_t * v);
 #define KVMEM_NO_CACHE "it keeps no KV cache, so it cannot continue a text"
 
 // Create a context whose attention cache has n_cells cells in slots of block_tokens; params.n_ctx stays the logical

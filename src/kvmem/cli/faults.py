@@ -53,6 +53,7 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "recent_tokens": "a smaller --kvmem-recent-tokens, or a larger --kvmem-budget",
         "host_limit_bytes": "a smaller --kvmem-host-gb, or leave it out",
         "conversations_bytes": "a smaller --kvmem-conversations-gb, or leave it out",
+        "type_k": "--kv-dtype f16, which sets both",
         "type_v": "--kv-dtype, which sets both",
         "spec_type": "--spec-type none",
         "ubatch_tokens": "a larger -ub, or leave it out",

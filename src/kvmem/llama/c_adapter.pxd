@@ -61,6 +61,7 @@ cdef extern from "kvmem.h" nogil:
 
     const char *kvmem_last_error()
     const char *kvmem_model_refusal(const llama_model *model)
+    void kvmem_model_head_dims(const llama_model *model, uint32_t *k, uint32_t *v)
     uint32_t kvmem_model_n_positions(const llama_model *model)
     int kvmem_context_init(llama_model *model, const llama_context_params *params, uint32_t n_cells,
                            uint32_t block_tokens, llama_context **ctx, kvmem_memory **memory)

@@ -10,6 +10,7 @@ from libc.string cimport memcpy
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from kvmem.errors import Cancelled, CapacityError, ConfigError, DecodeError, ModelError, StateError
+from kvmem.kv import layout
 from kvmem.llama cimport c_adapter as a
 from kvmem.llama cimport c_llama as c
 from kvmem.llama import log
@@ -94,6 +95,8 @@ cdef class Context:
         cdef c.llama_context_params params
         cdef c.llama_model *model_ptr = model.get()
         cdef int status = 0
+        cdef unsigned int head_k = 0
+        cdef unsigned int head_v = 0
         if self._ptr != NULL:
             raise StateError("a Context is made once")
         # llama.cpp aborts the process over some of these
@@ -114,6 +117,12 @@ cdef class Context:
         if 0 < n_positions < n_ctx:
             raise ConfigError("workspace_tokens", n_ctx,
                               f"at most {n_positions}, the positions that the model has learnt")
+        a.kvmem_model_head_dims(model_ptr, &head_k, &head_v)
+        for name, value, dim in (("type_k", type_k, head_k), ("type_v", type_v, head_v)):
+            group = layout.KV_TYPES[KV_TYPES[value]].block
+            if dim % group and flash_attn != "off":
+                raise ConfigError(name, value, f"f16 or f32 for heads of {dim} values, as {value} "
+                                               f"has groups of {group}")
         self.model = model
         self.block_tokens = block_tokens
         self._cancel = CancelToken()
