@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 
 from flags import parse_flags
@@ -15,7 +16,8 @@ def main() -> None:
 def kvmem_flags(flags: argparse.Namespace) -> list[str]:
     """The same in kvmem's words. What it has no flag for, it does anyway or never.
 
-    llama-server divides `--ctx-size` among its slots; kvmem's `-c` is what one history may have.
+    llama-server divides `--ctx-size` among its slots; kvmem's `-c` is what one history may have,
+    and it keeps a conversation where llama-server has a slot.
     """
     window = flags.ctx_size // (1 if flags.kv_unified else flags.parallel)
     said: dict[str, object] = {
@@ -24,13 +26,14 @@ def kvmem_flags(flags: argparse.Namespace) -> list[str]:
         "--host": flags.host,
         "--port": flags.port,
         "--ctx-size": window,
+        "--kvmem-conversations": flags.parallel,
         "--batch-size": flags.batch_size,
         "--threads": flags.threads,
         "--n-predict": flags.n_predict,
         "--temp": flags.temp,
         "--seed": flags.seed,
         "--api-key": flags.api_key,
-        "--chat-template": flags.chat_template,
+        "--chat-template": _as_jinja(flags.chat_template),
         "--chat-template-file": flags.chat_template_file,
         "--reasoning": flags.reasoning,
         "--cors-origins": flags.cors_origins or "*",  # what llama-server has where it is left out
@@ -38,6 +41,13 @@ def kvmem_flags(flags: argparse.Namespace) -> list[str]:
     words = [word for name, value in said.items() if value for word in (name, str(value))]
     shown = ["--slots" if flags.slots else "--no-slots", *(["--metrics"] if flags.metrics else [])]
     return [*words, *shown, *(["--verbose"] if flags.verbose else [])]
+
+
+def _as_jinja(template: str | None) -> str | None:
+    """With Jinja a name is a text like any other, which kvmem refuses, as it was meant otherwise."""
+    if template is None or template == "chatml" or not re.fullmatch(r"[\w-]+", template):
+        return template
+    return f"{{{{- '{template}' -}}}}"
 
 
 if __name__ == "__main__":
