@@ -44,7 +44,7 @@ def kvmem_flags(flags: argparse.Namespace) -> list[str]:
 
 
 def _as_jinja(template: str | None) -> str | None:
-    """With Jinja a name is a text like any other, which kvmem refuses, as it was meant otherwise."""
+    """With Jinja a name is a text like any other. kvmem refuses it: it was meant otherwise."""
     if template is None or template == "chatml" or not re.fullmatch(r"[\w-]+", template):
         return template
     return f"{{{{- '{template}' -}}}}"
