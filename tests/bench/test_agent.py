@@ -51,7 +51,7 @@ def record(turn: int, **fields: Any) -> AgentRecord:
     values: dict[str, Any] = {
         "task": "tools", "system": "kvmem", "round": turn, "prompt_tokens": 100 * (turn + 1),
         "cached_tokens": 100 * turn, "replayed_tokens": 25, "reply_tokens": 11, "prompt_s": 1.0,
-        "decode_s": 2.0, "decision": "cached_query", "move_s": 0.1, "bytes_in": 10,
+        "decode_s": 2.0, "decision": "cached_query", "phases": None, "bytes_in": 10,
         "drafted_tokens": None, "accepted_tokens": None, "device_bytes": 1, "host_bytes": 2,
         "rss_bytes": 3 + turn, "gpu_bytes": 9 - turn,
     }  # fmt: skip

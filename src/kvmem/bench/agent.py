@@ -9,7 +9,7 @@ speaks OpenAI's chat completions (`kvmem.bench.client`).
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal, get_args
 
@@ -106,8 +106,9 @@ class AgentSpec:
 class AgentRecord:
     """One round. prompt_s: to the first token; decode_s: from there to the end.
 
-    Bytes are those at the end of the round, None where a server does not tell; gpu_bytes: what was
-    taken on all GPUs since before the model was loaded.
+    phases: seconds of each, as MemoryReport has them. Bytes are those at the end of the round, None
+    where a server does not tell; gpu_bytes: what was taken on all GPUs since before the model was
+    loaded.
     """
 
     task: Task
@@ -120,7 +121,7 @@ class AgentRecord:
     prompt_s: float
     decode_s: float
     decision: str
-    move_s: float | None
+    phases: dict[str, float] | None
     bytes_in: int | None
     drafted_tokens: int | None
     accepted_tokens: int | None
@@ -206,10 +207,10 @@ def _record(spec: AgentSpec, turn: int, stats: RequestStats, gpu_bytes: int) -> 
         prompt_s=stats.prompt_s,
         decode_s=stats.decode_s,
         decision=memory.decision,
-        move_s=memory.times.move_s,
+        phases=asdict(memory.times),
         bytes_in=memory.bytes_in,
-        drafted_tokens=None,
-        accepted_tokens=None,
+        drafted_tokens=stats.draft_n,
+        accepted_tokens=stats.draft_n_accepted,
         device_bytes=memory.device_bytes,
         host_bytes=memory.host_bytes,
         rss_bytes=_rss_bytes(),

@@ -80,7 +80,7 @@ def run_remote(
                 prompt_s=answer.first_s,
                 decode_s=answer.end_s - answer.first_s,
                 decision="",
-                move_s=None,
+                phases=None,
                 bytes_in=None,
                 drafted_tokens=timings.get("draft_n"),
                 accepted_tokens=timings.get("draft_n_accepted"),

@@ -24,7 +24,7 @@ from kvmem.errors import Cancelled, CapacityError, HostCapacityError
 from kvmem.kv.budget import HostBudget
 from kvmem.kv.history import History
 from kvmem.kv.lexical import LexicalIndex
-from kvmem.kv.score import ScoreScratch
+from kvmem.kv.score import MOST_THREADS, ScoreScratch
 from kvmem.kv.summary import KeySummaries
 from kvmem.kv.summary_worker import SummaryWorker
 from kvmem.kv.working_set import WorkingSet
@@ -96,6 +96,8 @@ class TieredMemory:
         self.active = self.conversation_of(self.working_set.history)
         self.worker = SummaryWorker(self.active.summaries)
         self.scratch = ScoreScratch(self.host)
+        # those of a prefill batch, which rest while blocks are scored
+        self.score_threads = min(context.n_threads_batch, MOST_THREADS)
         self.notes: list[str] = []  # what a request should know of, until the session takes them
         self.store_s = 0.0
         self.checkpoint_s = 0.0

@@ -99,6 +99,7 @@ def score(memory: TieredMemory, query: Query | None, scorer: str = DEFAULT_SCORE
         query=query,
         summaries=memory.summaries,
         lexical=memory.lexical,
+        threads=memory.score_threads,
         scratch=memory.scratch,
     )
     return memory.with_room(lambda: run_scorer(scorer, inputs))  # the scratch memory may grow

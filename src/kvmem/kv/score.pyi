@@ -8,9 +8,10 @@ from kvmem.kv.budget import HostBudget
 from kvmem.kv.query import Query
 from kvmem.kv.summary import KeySummaries
 
-__all__ = ["DEFAULT_THREADS", "ScoreScratch", "score_blocks", "score_slices"]
+__all__ = ["DEFAULT_THREADS", "MOST_THREADS", "ScoreScratch", "score_blocks", "score_slices"]
 
 DEFAULT_THREADS: int
+MOST_THREADS: int
 
 @final
 class ScoreScratch:

@@ -22,7 +22,7 @@ from kvmem.kv.summary cimport KeySummaries
 
 import numpy as np
 
-__all__ = ["DEFAULT_THREADS", "ScoreScratch", "score_blocks", "score_slices"]
+__all__ = ["DEFAULT_THREADS", "MOST_THREADS", "ScoreScratch", "score_blocks", "score_slices"]
 
 cdef extern from "kernels.h" nogil:
     enum: KV_LANES
@@ -41,6 +41,8 @@ cdef size_t MAX_PROBABILITIES = 4 * 1024 * 1024
 
 cdef enum:
     MAX_THREADS = 16
+
+MOST_THREADS = MAX_THREADS
 
 
 cdef struct Chunk:

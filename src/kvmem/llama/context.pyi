@@ -19,6 +19,8 @@ class Context:
     n_vocab: int
     n_batch: int
     n_ubatch: int
+    @property
+    def n_threads_batch(self) -> int: ...
     n_ctx: int
     n_rs_seq: int
     block_tokens: int

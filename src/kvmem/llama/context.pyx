@@ -210,6 +210,11 @@ cdef class Context:
         self.close()
 
     @property
+    def n_threads_batch(self):
+        """Threads of a prefill batch, as they were given."""
+        return self._params.n_threads_batch
+
+    @property
     def is_closed(self):
         return self._ptr == NULL
 
