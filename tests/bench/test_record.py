@@ -35,9 +35,10 @@ def test_a_file_is_written_whole(tmp_path: Path) -> None:
 def test_the_environment_says_where_and_with_what(tmp_path: Path) -> None:
     model = tmp_path / "tiny.gguf"
     model.write_bytes(b"GGUF")
-    found = environment(model, {"budget_tokens": 512})
+    found = environment(model, {"budget_tokens": 512, "model": model}, "speed")
     assert found["model"] == "tiny.gguf"
     assert found["model_bytes"] == 4
-    assert found["settings"] == {"budget_tokens": 512}
+    assert found["settings"] == {"budget_tokens": 512, "model": "tiny.gguf"}
+    assert found["bench"] == "speed"
     assert found["cores"] >= 1
     json.loads(json_line(found))

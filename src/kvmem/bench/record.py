@@ -43,7 +43,11 @@ def environment(model: Path | None, settings: dict[str, Any], bench: str = "") -
         "build": runtime.system_info(),
         "model": None if model is None else model.name,
         "model_bytes": 0 if model is None else model.stat().st_size,
-        "settings": settings,
+        # of a path the name is enough: a record may be shown to others
+        "settings": {
+            name: value.name if isinstance(value, Path) else value
+            for name, value in settings.items()
+        },
     }
 
 
