@@ -4,9 +4,12 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
+from engines import make_config
 
+from kvmem.engine.engine import Engine
 from kvmem.errors import Cancelled, ModelError, RequestError, StateError
 from kvmem.llama.context import Context
 from kvmem.llama.model import Model
@@ -161,3 +164,22 @@ def test_special_tokens_are_read_only_where_allowed(tiny_llama: Path) -> None:
         for token in (-1, vocab.n_tokens):
             with pytest.raises(RequestError, match="outside the vocabulary"):
                 vocab.piece(token)
+
+
+def test_a_model_without_a_tokenizer_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    """llama.cpp ends the process over the first text that such a model is to read."""
+    source = gguf.GGUFReader(tiny_llama)
+    path = tmp_path / "silent.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    for name, field in source.fields.items():
+        if name.startswith("llama."):
+            writer.add_key_value(name, field.contents(), field.types[0])
+    writer.add_tokenizer_model("no_vocab")
+    for tensor in source.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="has no tokenizer, so it reads and writes no text"):
+        Engine(make_config(path))

@@ -100,6 +100,9 @@ cdef extern from "llama.h" nogil:
     bint llama_model_is_hybrid(const llama_model *model)
     bint llama_model_has_encoder(const llama_model *model)
 
+    cdef enum:
+        LLAMA_VOCAB_TYPE_NONE
+    int llama_vocab_type(const llama_vocab *vocab)
     int32_t llama_vocab_n_tokens(const llama_vocab *vocab)
     bint llama_vocab_is_eog(const llama_vocab *vocab, llama_token token)
     bint llama_vocab_is_control(const llama_vocab *vocab, llama_token token)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvmem.errors import RequestError
+from kvmem.errors import ModelError, RequestError
 from kvmem.llama cimport c_llama as c
 from kvmem.llama.model cimport Model
 
@@ -10,10 +10,16 @@ __all__ = ["Vocab"]
 
 
 cdef class Vocab:
-    """The vocabulary of a model, usable as long as that is open."""
+    """The vocabulary of a model, usable as long as that is open.
+
+    Raises ModelError for a model without a tokenizer.
+    """
 
     def __init__(self, Model model not None):
         self.model = model
+        if c.llama_vocab_type(self.get()) == c.LLAMA_VOCAB_TYPE_NONE:
+            raise ModelError(  # llama.cpp aborts over the first text
+                f"{model.path} has no tokenizer, so it reads and writes no text; try another model")
         self.n_tokens = c.llama_vocab_n_tokens(self.get())
 
     cdef const c.llama_vocab *get(self) except NULL:
