@@ -85,7 +85,8 @@ SWITCHES = ("--api-key", "secret-k", "--alias", "tiny", "--metrics", "--slots", 
 VARIABLES = {
     "LLAMA_API_KEY": "secret-k", "LLAMA_ARG_ALIAS": "tiny", "LLAMA_ARG_ENDPOINT_METRICS": "1",
     "LLAMA_ARG_ENDPOINT_SLOTS": "1", "LLAMA_ARG_N_PARALLEL": "1", "LLAMA_ARG_FLASH_ATTN": "auto",
-    "LLAMA_ARG_N_GPU_LAYERS": "0", "LLAMA_ARG_MODEL": "overruled.gguf",
+    "LLAMA_ARG_N_GPU_LAYERS": "0", "LLAMA_ARG_LOAD_MODE": "none",
+    "LLAMA_ARG_MODEL": "overruled.gguf",
 }  # fmt: skip
 
 

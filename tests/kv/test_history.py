@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import count
@@ -149,3 +150,16 @@ def test_a_history_that_is_forgotten_gives_its_bytes_back() -> None:
     assert ws.history.store.slabs.n_used == n_used - 1, "its own open block; the rest is shared"
     assert budget.used == ws.host_bytes
     two.check([])
+
+
+def test_damage_of_a_shared_record_is_noticed_by_both() -> None:
+    """A control: the comparisons above can fail."""
+    two = TwoHistories()
+    ws = two.driver.ws
+    ws.evict([0])
+    payload = (ctypes.c_ubyte * ws.payload_bytes).from_address(ws.record_address(0))
+    payload[1] ^= 1
+    assert ws.read(0) != two.driver.twin.block_bytes(0)
+    assert two.other.read(0) != two.other_twin.block_bytes(0)
+    with pytest.raises(AssertionError, match="block 0"):
+        two.check([(two.other, two.other_twin)])

@@ -83,7 +83,7 @@ LATER: Mapping[str, str] = MappingProxyType(
         "--reasoning-format": "another way of showing thinking",
         **dict.fromkeys(
             ("-sm", "--split-mode", "-ts", "--tensor-split", "-mg", "--main-gpu", "-dev",
-             "--device", "-ot", "--override-tensor", "--lora", "-lm", "--list-devices"),
+             "--device", "-ot", "--override-tensor", "--lora", "--list-devices"),
             "that way of loading a model",
         ),
         **dict.fromkeys(

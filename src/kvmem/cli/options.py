@@ -71,6 +71,11 @@ class EngineOptions:
     mlock: Annotated[
         bool, flag("--mlock", panel=MODEL_PANEL, help="Keep the mapped model in RAM.")
     ] = False
+    load_mode: Annotated[
+        Literal["auto", "none", "mmap", "mlock", "mmap+mlock"],
+        llama_flag("-lm", "--load-mode", env="LOAD_MODE", panel=MODEL_PANEL,
+                   help="llama-server's name for both; wins over them. auto leaves it to them."),
+    ] = "auto"  # fmt: skip
     chat_template: Annotated[
         str | None,
         llama_flag("--chat-template", env="CHAT_TEMPLATE", panel=MODEL_PANEL,
@@ -221,8 +226,8 @@ class EngineOptions:
                 n_gpu_layers=_layers(self.n_gpu_layers),
                 n_threads=_automatic(self.threads),
                 n_threads_batch=_automatic(self.threads_batch),
-                use_mmap=self.mmap,
-                use_mlock=self.mlock,
+                use_mmap=self.mmap if self.load_mode == "auto" else "mmap" in self.load_mode,
+                use_mlock=self.mlock if self.load_mode == "auto" else "mlock" in self.load_mode,
                 chat_template=self._template(),
             ),
             memory=MemoryConfig(

@@ -101,12 +101,12 @@ class Checkpoints:
             self._drop(self._least_missed())
         return True
 
-    def give_way(self) -> bool:
+    def give_way(self, *, least: int = 0) -> bool:
         """Give the memory of the least missed one back, for what cannot be read again.
 
-        Returns False if there is none.
+        least: how many stay. Returns False if there is none.
         """
-        while not self._spare and self._saved:
+        while not self._spare and len(self._saved) > least:
             self._drop(self._least_missed())  # another history may hold it, too
         if not self._spare:
             return False

@@ -20,6 +20,10 @@ __all__ = ["ConversationInfo", "Conversations", "common_prefix"]
 
 I32 = NDArray[np.int32]
 
+# Of a conversation on the host where room is short: the system prompt, the last question, the end
+# of the last message, and the end.
+PARKED_CHECKPOINTS = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationInfo:
@@ -230,7 +234,16 @@ class Conversations:
     # what leaves
 
     def _make_room(self) -> bool:
-        """Let one leave for the sake of host memory; False if none can."""
+        """Let something leave for the sake of host memory; False if nothing can.
+
+        First checkpoints of conversations on the host: each can do with a few.
+        """
+        for one in sorted(self._parked, key=lambda one: one.used):
+            while len(one.checkpoints) > PARKED_CHECKPOINTS:
+                if one is self._needed:
+                    break
+                if one.checkpoints.give_way(least=PARKED_CHECKPOINTS):
+                    return True
         is_done = self._evict()
         self._tidy()
         return is_done
