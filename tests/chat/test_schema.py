@@ -120,3 +120,12 @@ def nested(depth: int) -> Json:
 def test_what_is_too_large_for_llamacpp(schema: Json, reason: str) -> None:
     assert [str(fault) for fault in find_oversized(schema)] == [reason]
     assert list(find_oversized(nested(20))) == []
+
+
+def test_what_is_lost_is_not_written_to_stderr(
+    model: Model, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A pattern is a part of the prompt."""
+    schema_grammar({"type": "string", "pattern": "a secret of the user"})
+    assert lost(model, {"type": "string", "pattern": "another secret"})
+    assert capfd.readouterr().err == ""

@@ -183,3 +183,24 @@ def test_the_examples_of_the_page_are_answered(client: TestClient, root: Path) -
     for body in bodies:
         response = client.post(CHAT, content=body)
         assert response.status_code == 200, (body, response.text)
+
+
+def test_an_uncached_tool_result_wider_than_the_budget(client: TestClient) -> None:
+    """Case R02 with tool messages: 200 each time, and repeats are hits with equal text."""
+    tool = {
+        "type": "function",
+        "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+    }
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    start = user(words(60, 6))
+    chat(client, start, max_tokens=4, tools=[tool])
+    grown: tuple[Any, ...] = (
+        start,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": words(400, 7)},
+    )
+    replies = [chat(client, *grown, tools=[tool]) for _ in range(3)]
+    assert text_of(replies[1]) == text_of(replies[2])
+    usage = replies[2]["usage"]
+    assert usage["prompt_tokens"] > 1024
+    assert usage["prompt_cache_miss_tokens"] <= 64

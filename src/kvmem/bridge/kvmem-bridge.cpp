@@ -3,6 +3,8 @@
 #include "build-info.h"
 #include "log.h"
 
+#include <cstdarg>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -35,6 +37,21 @@ void kvmem_guard_silence_log() noexcept {
 
 int kvmem_bridge_build_number(void) {
     return llama_build_number();
+}
+
+// The linker puts this in place of fprintf. llama-common writes to stderr what a schema's patterns are that it has no
+// grammar for: a part of someone's prompt, which kvmem finds out and tells in its own way.
+extern "C" int __wrap_fprintf(FILE * stream, const char * format, ...);
+
+extern "C" int __wrap_fprintf(FILE * stream, const char * format, ...) {
+    if (stream == stderr) {
+        return 0;
+    }
+    va_list arguments;
+    va_start(arguments, format);
+    const int n_bytes = std::vfprintf(stream, format, arguments);
+    va_end(arguments);
+    return n_bytes;
 }
 
 const char * kvmem_bridge_last_error(void) {
