@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvmem.chat.binding import ANSWERING_DEFAULTS, THINKING_DEFAULTS
 from kvmem.chat.fields import FieldError
-from kvmem.chat.render import ANSWERING_DEFAULTS, THINKING_DEFAULTS, ChatRenderer, RenderedChat
+from kvmem.chat.render import ChatRenderer, RenderedChat
 from kvmem.chat.request import ChatRequest, RequestDefaults, parse_chat_request
 from kvmem.chat.thinking import EFFORTS, Thinking
 from kvmem.engine.sampling import SamplingParams

@@ -11,18 +11,16 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any
 
-from kvmem.chat.fields import FieldError
+from kvmem.chat.binding import bind, find_thinking
 from kvmem.chat.format import TemplateFormat
 from kvmem.chat.messages import Message
 from kvmem.chat.reply import Parser, PlainParser, ReplyReader, ThinkingTags
 from kvmem.chat.request import ChatRequest
-from kvmem.chat.sampling import resolve_biases
 from kvmem.engine.prompt import Prompt, RoleSpan, Span
 from kvmem.engine.sampling import GenerateParams, SamplingParams
-from kvmem.errors import RequestError, UnsupportedContentError
+from kvmem.errors import RequestError
 from kvmem.llama.reply_parser import ReplyParser
 from kvmem.llama.template import ChatTemplate
 from kvmem.llama.vocab import Vocab
@@ -31,24 +29,6 @@ __all__ = ["ChatRenderer", "RenderedChat"]
 
 # A template may take such a user message for a tool's reply, by its first characters.
 TOOL_REPLY_TAG = "<tool_response>"
-
-
-# What Qwen3.8's model card advises, with and without thinking. A temperature of 0 is greedy:
-# nothing that was not asked for may then change the choice.
-THINKING_DEFAULTS: Mapping[str, float] = MappingProxyType(
-    {
-        "temperature": 1.0,
-        "top_p": 0.95,
-        "top_k": 20,
-        "min_p": 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repeat_penalty": 1.0,
-    }
-)
-ANSWERING_DEFAULTS: Mapping[str, float] = MappingProxyType(
-    {**THINKING_DEFAULTS, "temperature": 0.7, "top_p": 0.8, "presence_penalty": 1.5}
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,16 +101,17 @@ class ChatRenderer:
             parser = self._open(request, _with_one_tool(fields, request.tool_choice.name))
         tokens = self._vocab.tokenize(text, add_special=True, parse_special=True)
         result = parser.rendered
-        thinking = _thinking_tags(result)
         return RenderedChat(
             text=text,
             prompt=self._locate(request, fields, text, tokens),
             stops=(*request.stop, *result["stops"]),
             parser=parser,
-            sampling=self._sampling(request, fields, result, thinking),
+            sampling=bind(
+                request, fields, result, vocab=self._vocab, thinks=self._format.can_think
+            ),
             max_tokens=request.max_tokens,
             n_logprobs=request.n_logprobs,
-            thinking=thinking,
+            thinking=find_thinking(result),
             preserved={token: self._vocab.piece(token) for token in result["preserved"]},
             call_ids=tuple(call.id for m in request.messages for call in m.tool_calls),
             notes=tuple(notes),
@@ -141,57 +122,6 @@ class ChatRenderer:
             return ReplyParser(self._template, self._vocab.model, fields)
         except RequestError as error:
             raise self._format.blame(request, fields, error, self._vocab.model) from None
-
-    def _sampling(
-        self,
-        request: ChatRequest,
-        fields: dict[str, Any],
-        result: dict[str, Any],
-        thinking: ThinkingTags,
-    ) -> SamplingParams:
-        sampling = request.sampling
-        if self._format.can_think and sampling.temperature != 0:
-            card = THINKING_DEFAULTS if fields.get("enable_thinking", True) else ANSWERING_DEFAULTS
-            missing: dict[str, Any] = {
-                k: v for k, v in card.items() if getattr(sampling, k) is None
-            }
-            sampling = replace(sampling, **missing)
-        bound: dict[str, object] = {"generation_prompt": result["generation_prompt"]}
-        if "logit_bias" in sampling.extra:
-            bound["logit_bias"] = resolve_biases(sampling.extra["logit_bias"], self._vocab)
-        if request.grammar is not None:
-            if thinking.is_open:
-                raise FieldError(
-                    "grammar", "binds the whole reply, but this template has the model think first"
-                )
-            bound["grammar"] = request.grammar
-        elif result["grammar"]:
-            bound["constraint"] = {
-                "grammar": result["grammar"],
-                "lazy": result["grammar_lazy"],
-                "triggers": result["triggers"],
-            }
-        elif request.schema is not None or request.tool_choice.mode == "required":
-            what = "tool_choice" if request.schema is None else "response_format"
-            raise UnsupportedContentError(f"{what} cannot be enforced with this chat template")
-        if thinking.start and thinking.ends:
-            bound["reasoning"] = {
-                "start": thinking.start,
-                "ends": thinking.ends,
-                "budget": self._budget(request.thinking.budget, result, thinking),
-                "message": request.thinking.message,
-            }
-        return replace(sampling, extra={**sampling.extra, **bound})
-
-    def _budget(self, budget: int | None, result: dict[str, Any], thinking: ThinkingTags) -> int:
-        """The sampler's budget, -1 for none.
-
-        The sampler counts what the prompt says after opening a thought, often a line break.
-        """
-        if not budget:
-            return -1 if budget is None else 0
-        _, _, said = result["generation_prompt"].rpartition(thinking.start)
-        return budget + (len(self._vocab.tokenize(said)) if thinking.is_open else 0)
 
     def _locate(
         self, request: ChatRequest, fields: dict[str, Any], text: str, tokens: list[int]
@@ -324,13 +254,6 @@ def _template_fields(request: ChatRequest, parallel: bool) -> dict[str, Any]:
 def _with_one_tool(fields: dict[str, Any], name: str) -> dict[str, Any]:
     tools = [tool for tool in fields["tools"] if tool["function"]["name"] == name]
     return {**fields, "tools": tools}
-
-
-def _thinking_tags(result: dict[str, Any]) -> ThinkingTags:
-    start, ends = result["thinking_start"], tuple(result["thinking_ends"])
-    _, opened, after = result["generation_prompt"].rpartition(start) if start else ("", "", "")
-    is_open = bool(opened) and not any(end in after for end in ends)
-    return ThinkingTags(start=start, ends=ends, is_open=is_open)
 
 
 def _can_mark(message: Message) -> bool:
