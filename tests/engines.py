@@ -45,13 +45,16 @@ SIZES: dict[str, Any] = {
 def make_config(path: Path, **memory: Any) -> EngineConfig:
     """SIZES, changed by ``memory``. One thread: ggml's threads spin, and tests share the cores.
 
-    Among them may be n_drafts: proposals of a step at most; 0 for no drafts.
+    Among them may be n_drafts: proposals of a step at most; 0 for no drafts. And mtp_state.
     """
-    n_drafts = memory.pop("n_drafts", 0)
+    n_drafts, state = memory.pop("n_drafts", 0), memory.pop("mtp_state", "snapshots")
+    draft = DraftConfig()
+    if n_drafts:
+        draft = DraftConfig(spec_type="draft-mtp", n_max=n_drafts, state=state)
     return EngineConfig(
         model=ModelConfig(path=path, n_gpu_layers=devices.current().n_gpu_layers, n_threads=1),
         memory=MemoryConfig(**{**SIZES, **memory}),
-        draft=DraftConfig(spec_type="draft-mtp", n_max=n_drafts) if n_drafts else DraftConfig(),
+        draft=draft,
     )
 
 

@@ -16,6 +16,7 @@ from kvmem.server_config import ServerConfig
 
 __all__ = [
     "DraftConfig",
+    "DraftState",
     "EngineConfig",
     "FlashAttention",
     "KvType",
@@ -37,6 +38,7 @@ QueryReplay = Literal["auto", "legacy"]
 QueryPolicy = Literal["user", "legacy"]
 FlashAttention = Literal["auto", "on", "off"]
 SpecType = Literal["none", "draft-mtp"]
+DraftState = Literal["snapshots", "replay"]
 
 MAX_DRAFTS = 5
 MAX_AUTO_RESERVE_TOKENS = 16_384
@@ -98,7 +100,8 @@ class MemoryFacts:
         taken off.
     device_bytes, host_bytes: all memory of the device and of the machine.
     shared: the pool lives in host memory too (CPU back end).
-    state_bytes: one recurrent state; 0 for a model without.
+    state_bytes: one recurrent state, as a checkpoint holds it; 0 for a model without.
+    state_device_bytes: all that is on the device for it, so that drafts can be taken back.
     draft_bytes_per_token: the draft head's part of kv_bytes_per_token.
     """
 
@@ -111,6 +114,7 @@ class MemoryFacts:
     host_bytes: int
     shared: bool
     state_bytes: int = 0
+    state_device_bytes: int = 0
     draft_bytes_per_token: int = 0
 
 
@@ -412,13 +416,17 @@ class DraftConfig:
     spec_type: "draft-mtp" lets the model's own MTP block propose tokens.
     n_max: most proposals of a step.
     type_kv: of the block's K and V.
+    state: how failed proposals leave the recurrent state: "snapshots" keeps one state for each,
+        "replay" one in all and the inputs of the last tokens.
     """
 
     spec_type: SpecType = "none"
     n_max: int = 3
     type_kv: KvType = "f16"
+    state: DraftState = "snapshots"
 
     def __post_init__(self) -> None:
+        _one_of("mtp_state", self.state, get_args(DraftState))
         _one_of("spec_type", self.spec_type, get_args(SpecType))
         _one_of("spec_kv_dtype", self.type_kv, get_args(KvType))
         if not 1 <= self.n_max <= MAX_DRAFTS:
@@ -429,9 +437,14 @@ class DraftConfig:
         return self.spec_type != "none"
 
     @property
-    def n_snapshots(self) -> int:
-        """Recurrent states beside the newest, one for each proposal that may be taken back."""
+    def n_rollback(self) -> int:
+        """Tokens that may have to be taken out of the recurrent state."""
         return self.n_max if self.enabled else 0
+
+    @property
+    def replays(self) -> bool:
+        """Whether that is done by recorded inputs."""
+        return self.enabled and self.state == "replay"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

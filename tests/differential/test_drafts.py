@@ -31,13 +31,21 @@ N_SCRIPT = 100
 """Longer than the reserve, so that blocks of the reply leave while it is played."""
 
 LENGTHS = (1, 2, 3, 5)
-QUICK = {"small": LENGTHS, "all": (5,), "least": (3,), "small blocks": (5,), "ordered": (2,)}
+QUICK = {
+    "small": LENGTHS,
+    "all": (5,),
+    "least": (3,),
+    "small blocks": (5,),
+    "ordered": (2,),
+    "replay": (3,),
+}
 POOLS: dict[str, dict[str, Any]] = {
     "all": {"budget_tokens": 4096},
     "small": {"budget_tokens": 256, "reserve_tokens": 64},
     "least": {"budget_tokens": 96, "reserve_tokens": 32},
     "small blocks": {"budget_tokens": 160, "reserve_tokens": 32, "block_tokens": 8},
     "ordered": {"budget_tokens": 128, "reserve_tokens": 64, "ordered": True},
+    "replay": {"budget_tokens": 256, "reserve_tokens": 64, "mtp_state": "replay"},
 }
 
 

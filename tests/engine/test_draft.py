@@ -2,17 +2,19 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-from engines import ENDLESS, ask, make_config, random_tokens, record
+from engines import ENDLESS, Recorded, Reply, ask, make_config, random_tokens, record
 from handset import SCRIPT, write_handset
 
 from kvmem.config import DraftConfig, EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine.draft import PLAIN_PERIOD, REST_REQUESTS, WINDOW_REQUESTS, Worth
 from kvmem.engine.engine import Engine
-from kvmem.engine.events import TokenEvent
+from kvmem.engine.events import Done, TokenEvent
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams
 from kvmem.errors import ConfigError, ModelError
+from kvmem.llama.context import CancelToken
 
 
 def request(worth: Worth, *, drafted_s: float, plain_s: float, tokens: int = 2) -> str:
@@ -180,3 +182,43 @@ def test_the_sampler_ends_a_reply_inside_a_batch(handset: Path) -> None:
         assert said == [vocab.tokenize(text)[0] for text in SCRIPT[:4]]
         assert recorded.session.n_tokens == len(prompt) + 3
         recorded.memory.check()
+
+
+@pytest.mark.parametrize("mtp_state", ["snapshots", "replay"])
+def test_each_conversation_has_its_own_hidden_row(mtp_state: str, tiny_qwen35_mtp: Path) -> None:
+    """It comes back with the conversation, as the state does, and so do the rows of the head."""
+    first, second = random_tokens(300, seed=1), random_tokens(200, seed=2)
+
+    def say(recorded: Recorded, tokens: tuple[int, ...], name: str, *, stop: bool = False) -> Reply:
+        prompt = Prompt(tokens=tokens, conversation_id=name)
+        cancel = CancelToken()
+        if stop:
+            cancel.set()
+        params = GenerateParams(sampling=ENDLESS, max_tokens=12)
+        events = list(recorded.session.generate(prompt, params, cancel=cancel))
+        done = events[-1]
+        assert isinstance(done, Done)
+        recorded.memory.check([*conversations.parked])
+        return Reply(tuple(e.token for e in events if isinstance(e, TokenEvent)), done)
+
+    replies = []
+    for n_drafts in (0, 3):
+        with record(
+            tiny_qwen35_mtp, n_drafts=n_drafts, mtp_state=mtp_state, conversations=3
+        ) as recorded:
+            assert recorded.session.conversations is not None
+            conversations = recorded.session.conversations
+            one = say(recorded, first, "one")
+            held = recorded.session.n_tokens
+            drafter = recorded.memory.drafter
+            hidden = None if drafter is None else drafter.hidden.copy()
+            two = say(recorded, second, "two")
+            back = say(recorded, (*first, *one.tokens), "one", stop=True)
+            assert back.stats.memory.conversation_use == "switched"
+            assert recorded.session.n_tokens == held
+            if drafter is not None:
+                np.testing.assert_array_equal(drafter.hidden, hidden)
+            more = say(recorded, (*first, *one.tokens, *random_tokens(40, seed=3)), "one")
+            again = say(recorded, (*second, *two.tokens, *random_tokens(9, seed=4)), "two")
+            replies.append([one.tokens, two.tokens, more.tokens, again.tokens])
+    assert replies[0] == replies[1]

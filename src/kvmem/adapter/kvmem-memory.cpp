@@ -269,9 +269,25 @@ factory_guard::factory_guard(factory_request * request) {
 } // namespace
 
 int kvmem_context_init(llama_model * model, const llama_context_params * params, uint32_t n_cells,
-        uint32_t block_tokens, llama_context ** ctx, kvmem_memory ** memory) {
+        uint32_t block_tokens, int replay, llama_context ** ctx, kvmem_memory ** memory) {
+    if (replay && (params->n_seq_max > 1 || params->n_rs_seq == 0)) {
+        *ctx    = nullptr;
+        *memory = nullptr;
+        kvmem_set_error("replay is for one sequence, and for tokens that may be rolled back");
+        return KVMEM_ERR_ARGUMENT;
+    }
+    if (replay && model->arch != LLM_ARCH_QWEN35 && model->arch != LLM_ARCH_QWEN35MOE) {
+        *ctx    = nullptr;
+        *memory = nullptr;
+        kvmem_set_error("tokens are replayed into the gated delta nets of qwen35 models alone (use snapshots)");
+        return KVMEM_ERR_UNSUPPORTED;
+    }
+    // read by the recurrent memory that is made next, on this thread
+    llama_memory_recurrent::replay_next() = replay != 0;
     // the worst case, as the context reserved it: a smaller graph would be followed by a larger one at run time
-    return kvmem_context_create(model, *params, n_cells, block_tokens, params->n_ubatch, ctx, memory);
+    const int status = kvmem_context_create(model, *params, n_cells, block_tokens, params->n_ubatch, ctx, memory);
+    llama_memory_recurrent::replay_next() = false;
+    return status;
 }
 
 int kvmem_context_create(llama_model * model, const llama_context_params & params, uint32_t n_cells,
@@ -304,6 +320,18 @@ int kvmem_context_create(llama_model * model, const llama_context_params & param
     *ctx    = created;
     *memory = request.created;
     return KVMEM_OK;
+}
+
+size_t kvmem_state_bytes(const kvmem_memory * memory) {
+    size_t res = 0;
+    if (const auto * recr = memory->recr) {
+        for (size_t il = 0; il < recr->r_l.size(); ++il) {
+            if (recr->r_l[il]) {
+                res += recr->r_l[il]->nb[1] * (1 + recr->n_rec_rows()) + recr->s_l[il]->nb[1];
+            }
+        }
+    }
+    return res;
 }
 
 int kvmem_is_hybrid(const kvmem_memory * memory) {

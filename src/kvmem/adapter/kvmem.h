@@ -83,15 +83,17 @@ KVMEM_API void kvmem_model_head_dims(const struct llama_model * model, uint32_t 
 
 // Create a context whose attention cache has n_cells cells in slots of block_tokens; params.n_ctx stays the logical
 // workspace. Supported: one plain KV cache with flash attention, alone or beside a recurrent state.
+// replay: with params.n_rs_seq, keep the inputs of the last tokens instead of a recurrent state for each of them.
 KVMEM_API int kvmem_context_init(struct llama_model * model, const struct llama_context_params * params,
-        uint32_t n_cells, uint32_t block_tokens, struct llama_context ** ctx, kvmem_memory ** memory);
+        uint32_t n_cells, uint32_t block_tokens, int replay, struct llama_context ** ctx, kvmem_memory ** memory);
 
 KVMEM_API uint32_t kvmem_n_cells(const kvmem_memory * memory);
 KVMEM_API uint32_t kvmem_n_layers(const kvmem_memory * memory);
 KVMEM_API int      kvmem_layer_get(const kvmem_memory * memory, uint32_t i, kvmem_layer * layer);
 KVMEM_API int      kvmem_is_hybrid(const kvmem_memory * memory);
 // Bytes of the attention cache and of the recurrent state on the devices
-KVMEM_API void kvmem_memory_bytes(const kvmem_memory * memory, size_t * attention, size_t * recurrent);
+KVMEM_API size_t kvmem_state_bytes(const kvmem_memory * memory); // of one recurrent state, as it is saved
+KVMEM_API void   kvmem_memory_bytes(const kvmem_memory * memory, size_t * attention, size_t * recurrent);
 
 // cells
 

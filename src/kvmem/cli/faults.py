@@ -37,6 +37,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "spec_type": "--spec-type",
         "spec_draft_n_max": "--spec-draft-n-max",
         "spec_kv_dtype": "--spec-kv-dtype",
+        "mtp_state": "--kvmem-mtp-state",
         "api_keys": "--api-key",
         "n_predict": "-n",
         "temperature": "--temp",
@@ -69,10 +70,7 @@ LATER: Mapping[str, str] = MappingProxyType(
              "--image-max-tokens", "-mmdev", "--video-fps"),
             "reading images",
         ),
-        **dict.fromkeys(
-            ("--spec-draft-p-min", "--kvmem-mtp-state"),
-            "that way of drafting tokens",
-        ),
+        **dict.fromkeys(("--spec-draft-p-min",), "that way of drafting tokens"),
         **dict.fromkeys(
             ("--kvmem-method", "--kvmem-query-last", "--kvmem-query-max-tokens",
              "--kvmem-gpu-ratio"),

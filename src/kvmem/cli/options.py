@@ -16,6 +16,7 @@ from kvmem.chat.thinking import EFFORTS, Thinking, read_template_kwargs
 from kvmem.cli.flags import flag, llama_flag
 from kvmem.config import (
     DraftConfig,
+    DraftState,
     EngineConfig,
     FlashAttention,
     KvType,
@@ -215,6 +216,12 @@ class EngineOptions:
         flag("--spec-kv-dtype", env="KVMEM_SPEC_KV_DTYPE", panel=DRAFT_PANEL,
               help="Type of the MTP block's K and V."),
     ] = "f16"  # fmt: skip
+    mtp_state: Annotated[
+        DraftState,
+        flag("--kvmem-mtp-state", env="KVMEM_MTP_STATE", panel=DRAFT_PANEL,
+              help="How failed proposals leave the recurrent state: by a snapshot for each, or by "
+              "replay of recorded inputs, which takes less memory."),
+    ] = "snapshots"  # fmt: skip
 
     def config(self) -> EngineConfig:
         """Raises ConfigError: a rule is broken, or no model is named."""
@@ -257,6 +264,7 @@ class EngineOptions:
                 spec_type=self.spec_type,
                 n_max=self.spec_draft_n_max,
                 type_kv=self.spec_kv_dtype,
+                state=self.mtp_state,
             ),
         )
 

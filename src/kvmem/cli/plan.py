@@ -24,7 +24,7 @@ class Plan:
     """Resolved sizes with what they cost.
 
     checkpoint_bytes: the recurrent state that goes into one checkpoint; 0 without such layers.
-    snapshot_bytes: the states that drafts may go back to, on the device.
+    rollback_bytes: what the device keeps so that drafts can be taken out of the recurrent state.
     all_checkpoint_bytes: those that are kept, and the one that is written before another goes.
     n_history_tokens: largest history that the host limit and the workspace hold.
     n_easy_tokens: the largest beside all checkpoints; beyond it they give way to blocks.
@@ -43,8 +43,8 @@ class Plan:
         return self.facts.state_bytes
 
     @property
-    def snapshot_bytes(self) -> int:
-        return self.config.draft.n_snapshots * self.facts.state_bytes
+    def rollback_bytes(self) -> int:
+        return self.facts.state_device_bytes - self.facts.state_bytes
 
     @property
     def pool_bytes(self) -> int:
@@ -94,7 +94,8 @@ class Plan:
             "spec_draft_n_max": self.config.draft.n_max,
             "spec_kv_dtype": self.config.draft.type_kv,
             "draft_bytes_per_token": self.facts.draft_bytes_per_token,
-            "draft_snapshot_bytes": self.snapshot_bytes,
+            "mtp_state": self.config.draft.state,
+            "draft_rollback_bytes": self.rollback_bytes,
             "checkpoint_bytes": self.checkpoint_bytes,
             "max_checkpoints": MAX_CHECKPOINTS if self.checkpoint_bytes else 0,
             "all_checkpoint_bytes": self.all_checkpoint_bytes,
@@ -196,8 +197,7 @@ def render_plan(made: Plan) -> str:
     if draft.enabled:
         n_bytes = sizes.pool_tokens * facts.draft_bytes_per_token
         add("  draft head in it", sizes.pool_tokens, n_bytes, f"K/V {draft.type_kv}")
-        why = f"{draft.n_max} recurrent states, for drafts that fail"
-        add("draft snapshots", None, made.snapshot_bytes, why)
+        add("recurrent state", None, facts.state_device_bytes, f"with {draft.state} for drafts")
     add("host store limit", None, sizes.host_limit_bytes, sources["host_limit_bytes"])
     memory = made.config.memory
     shared = memory.conversations_bytes or sizes.host_limit_bytes

@@ -143,12 +143,12 @@ class Drafter:
 
 
 def make_drafter(context: Context, config: DraftConfig) -> Drafter:
-    """A drafter over a context that was made with config.n_snapshots.
+    """A drafter over a context that was made with config.n_rollback.
 
-    Raises ModelError: the model has no head, or its recurrent state keeps no snapshots.
+    Raises ModelError: the model has no head, or its recurrent state cannot be rolled back.
     """
     head = DraftContext(context, type_kv=config.type_kv)
-    if context.n_rs_seq < config.n_snapshots:
+    if context.n_rs_seq < config.n_rollback:
         head.close()
         raise ModelError(
             f"{context.model.architecture}: no drafts: llama.cpp cannot take tokens out of its "

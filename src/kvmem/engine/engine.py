@@ -88,7 +88,8 @@ class Engine:
             else memory.flash_attn,
             n_threads=config.model.threads,
             n_threads_batch=config.model.threads_batch,
-            n_rs_seq=config.draft.n_snapshots,
+            n_rs_seq=config.draft.n_rollback,
+            replay=config.draft.replays,
         )
         drafter: Drafter | None = None
         try:

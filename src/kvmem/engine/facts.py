@@ -28,11 +28,13 @@ PROBE_TOKENS = 16
 class Probe:
     """What a throw-away context of one block tells.
 
-    state_bytes: one recurrent state. draft_bytes: the draft head's rows in layout.payload_bytes.
+    state_bytes: one recurrent state. state_device_bytes: all of it that the device holds.
+    draft_bytes: the draft head's rows in layout.payload_bytes.
     """
 
     layout: KvLayout
     state_bytes: int
+    state_device_bytes: int
     draft_bytes: int
 
 
@@ -52,21 +54,23 @@ def probe(model: Model, config: EngineConfig) -> Probe:
         type_k=memory.type_k,
         type_v=memory.type_v,
         flash_attn="off" if memory.flash_attn == "off" else "on",
+        n_rs_seq=config.draft.n_rollback,
+        replay=config.draft.replays,
     ) as context:
         port = LlamaPort(context)
-        plain_bytes = port.layout.payload_bytes
-        if not config.draft.enabled:
-            return Probe(layout=port.layout, state_bytes=port.device_bytes()[1], draft_bytes=0)
-        head = DraftContext(context, type_kv=config.draft.type_kv)
-        try:
+        layout, draft_bytes = port.layout, 0
+        if config.draft.enabled:
+            head = DraftContext(context, type_kv=config.draft.type_kv)
             port = LlamaPort(context)
-            return Probe(
-                layout=port.layout,
-                state_bytes=port.device_bytes()[1],
-                draft_bytes=port.layout.payload_bytes - plain_bytes,
-            )
-        finally:
+            draft_bytes = port.layout.payload_bytes - layout.payload_bytes
+            layout = port.layout
             head.close()
+        return Probe(
+            layout=layout,
+            state_bytes=port.state_bytes,
+            state_device_bytes=port.device_bytes()[1],
+            draft_bytes=draft_bytes,
+        )
 
 
 def host_bytes_per_token(layout: KvLayout, calibration: Calibration | None = None) -> int:
@@ -87,16 +91,15 @@ def memory_facts(
     Raises ModelError as `probe` does.
     """
     memory = config.memory
-    state_bytes = draft_bytes = 0
+    state_bytes = states = draft_bytes = 0
     if memory.enabled:
         found = probe(model, config)
         kv_bytes = found.layout.payload_bytes // memory.block_tokens
         host_bytes = host_bytes_per_token(found.layout, calibration)
-        state_bytes = found.state_bytes
+        state_bytes, states = found.state_bytes, found.state_device_bytes
         draft_bytes = found.draft_bytes // memory.block_tokens
     else:
         kv_bytes = host_bytes = _estimate_kv_bytes(model, memory)
-    states = state_bytes * (1 + config.draft.n_snapshots)
     machine_free, machine_total = _host_memory()
     gpus = [device for device in runtime.devices() if device[2] == "gpu"]
     on_gpu = bool(gpus) and config.model.n_gpu_layers != 0
@@ -112,6 +115,7 @@ def memory_facts(
         host_bytes=machine_total,
         shared=not on_gpu,
         state_bytes=state_bytes,
+        state_device_bytes=states,
         draft_bytes_per_token=draft_bytes,
     )
 

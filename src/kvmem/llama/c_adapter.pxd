@@ -64,11 +64,13 @@ cdef extern from "kvmem.h" nogil:
     void kvmem_model_head_dims(const llama_model *model, uint32_t *k, uint32_t *v)
     uint32_t kvmem_model_n_positions(const llama_model *model)
     int kvmem_context_init(llama_model *model, const llama_context_params *params, uint32_t n_cells,
-                           uint32_t block_tokens, llama_context **ctx, kvmem_memory **memory)
+                           uint32_t block_tokens, int replay, llama_context **ctx,
+                           kvmem_memory **memory)
     uint32_t kvmem_n_cells(const kvmem_memory *memory)
     uint32_t kvmem_n_layers(const kvmem_memory *memory)
     int kvmem_layer_get(const kvmem_memory *memory, uint32_t i, kvmem_layer *layer)
     int kvmem_is_hybrid(const kvmem_memory *memory)
+    size_t kvmem_state_bytes(const kvmem_memory *memory)
     void kvmem_memory_bytes(const kvmem_memory *memory, size_t *attention, size_t *recurrent)
 
     int kvmem_cells_place(kvmem_memory *memory, const int *cells, uint32_t n)

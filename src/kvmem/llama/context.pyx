@@ -79,7 +79,8 @@ cdef class Context:
         type_k, type_v: names in runtime.KV_TYPES.
         flash_attn: "on", "off" or "auto".
         n_seq_max: sequences, of a unified cache.
-        n_rs_seq: snapshots of a recurrent state, each of which lets one more token be rolled back.
+        n_rs_seq: tokens that a recurrent state can be rolled back, by a snapshot for each.
+        replay: by their recorded inputs instead.
 
     Raises:
         ConfigError: a size below 1, a name that is not known.
@@ -91,7 +92,7 @@ cdef class Context:
     def __init__(self, Model model not None, *, int n_ctx, int n_cells=0, int block_tokens=0,
                  int n_batch=512, int n_ubatch=512, str type_k="f16", str type_v="f16",
                  str flash_attn="on", int n_threads=1, int n_threads_batch=1,
-                 bint offload_kqv=True, int n_seq_max=1, int n_rs_seq=0):
+                 bint offload_kqv=True, int n_seq_max=1, int n_rs_seq=0, bint replay=False):
         cdef c.llama_context_params params
         cdef c.llama_model *model_ptr = model.get()
         cdef int status = 0
@@ -107,6 +108,8 @@ cdef class Context:
                 raise ConfigError(name, value, "at least 1")
         if n_cells < 0 or (n_cells and not 1 <= block_tokens <= n_cells):
             raise ConfigError("n_cells", n_cells, f"0 or at least one block of {block_tokens}")
+        if replay and (n_cells == 0 or n_rs_seq < 1 or n_seq_max > 1):
+            raise ConfigError("replay", replay, "with n_cells, n_rs_seq and one sequence, or off")
         for name, value in (("type_k", type_k), ("type_v", type_v)):
             if value not in KV_TYPES:
                 raise ConfigError(name, value, f"one of {', '.join(KV_TYPES)}")
@@ -143,7 +146,7 @@ cdef class Context:
         with nogil:
             if n_cells:
                 status = a.kvmem_context_init(
-                    model_ptr, &params, n_cells, block_tokens, &self._ptr, &self._memory)
+                    model_ptr, &params, n_cells, block_tokens, replay, &self._ptr, &self._memory)
             else:
                 self._ptr = c.llama_init_from_model(model_ptr, params)
         errors = log.drain()

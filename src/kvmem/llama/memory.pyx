@@ -204,6 +204,11 @@ cdef class LlamaPort(DevicePort):
         a.kvmem_host_bytes(self.context.memory(), &pinned, &plain)
         return pinned, plain
 
+    @property
+    def state_bytes(self):
+        """Bytes of one recurrent state, as a checkpoint holds it; 0 without such layers."""
+        return a.kvmem_state_bytes(self.context.memory())
+
     def device_bytes(self):
         """(bytes of the attention cache, bytes of the recurrent state) on the devices."""
         cdef size_t attention = 0
