@@ -17,11 +17,12 @@ def ask(policy: str, tokens: tuple[int, ...], limit: int | None = None) -> Outco
 
 
 def test_a_quarter_of_the_history_recalls_and_its_controls_do_not() -> None:
+    """The bar of CI. Seen: all 12 answers and all 19 blocks; one answer may be lost."""
     found = {p: ask(p, (1024,), limit=3) for p in ("full", "fused", "recency", "shuffled")}
     assert found["full"].recalled == 1
     assert set(found["full"].decisions) == {"all_resident"}
-    assert found["fused"].recalled >= 0.75
-    assert found["fused"].gold_share >= 0.75
+    assert found["fused"].recalled >= 0.9
+    assert found["fused"].gold_share >= 0.94
     assert found["fused"].decisions["query_replay"] > 0
     assert found["recency"].recalled <= 0.25
     assert found["shuffled"].recalled <= 0.25
@@ -34,8 +35,12 @@ def test_all_questions() -> None:
     assert all(sum(outcome.asked.values()) == 300 for outcome in found.values())
     right = {name: outcome.recalled for name, outcome in found.items()}
     assert right["full"] >= 0.94
-    assert right["fused"] >= 0.80
-    assert right["heads"] >= 0.75
+    # the goal of this memory: 98 % of what the full cache answers, at first-pass Q; seen 98.3 %
+    answered = [answer.is_right for answer in found["full"].told]
+    kept = [a.is_right for a, is_ours in zip(found["fused"].told, answered, strict=True) if is_ours]
+    assert sum(kept) / len(kept) >= 0.975
+    assert found["fused"].gold_share >= 0.98
+    assert right["heads"] >= 0.84
     assert right["recency"] <= 0.3
     assert right["shuffled"] <= 0.3
     # what was never told is not made up, whatever is visible

@@ -83,6 +83,30 @@ def test_scores_equal_the_twin(
     assert np.allclose(edges, slices[:, [0, -1]], rtol=TOLERANCE, atol=1e-9)
 
 
+@pytest.mark.parametrize("slice_tokens", [1, 4, 8])
+def test_edges_and_equal_pairs_equal_the_twin(slice_tokens: int) -> None:
+    layout = make_layout(ropes=(None,))
+    history = make_history(layout, 50, 3)
+    pairs = [(1, 0), (0, 1)]
+    summaries = history.fill(KeySummaries(layout, pairs, slice_tokens))
+    query = make_query(layout, 5, 3)
+    alone = [
+        twin(query, history.fill(KeySummaries(layout, [pair], slice_tokens)), None, 2)
+        for pair in pairs
+    ]
+    wanted = np.sum([one / one.sum() for one in alone], axis=0).reshape(50, -1)
+    head, tail = 8 // slice_tokens, 16 // slice_tokens
+    blocks, edges = score_blocks(
+        query, summaries, head_slices=head, tail_slices=tail, equal_pairs=True
+    )
+    assert np.allclose(blocks, wanted.sum(axis=1), rtol=TOLERANCE, atol=1e-9)
+    assert np.allclose(edges[:, 0], wanted[:, :head].sum(axis=1), rtol=TOLERANCE, atol=1e-9)
+    assert np.allclose(edges[:, 1], wanted[:, -tail:].sum(axis=1), rtol=TOLERANCE, atol=1e-9)
+    for wrong_head, wrong_tail in ((0, 1), (1, 33 // slice_tokens + 1)):
+        with pytest.raises(ValueError, match="slices"):
+            score_blocks(query, summaries, head_slices=wrong_head, tail_slices=wrong_tail)
+
+
 def test_several_chunks_and_passes_equal_the_twin() -> None:
     layout = make_layout(n_layers=1, n_head=16, n_head_kv=1, head_dim=4, ropes=(None,))
     history = make_history(layout, 600)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvmem.bench import metrics
 from kvmem.bench.conversations import read_conversations
@@ -33,6 +34,8 @@ __all__ = ["Calibrated", "CalibrationSpec", "calibrate", "store"]
 
 Report = Callable[[str, int, int], None]
 
+EVIDENCE: Final = "each pair divided by its sum"
+"""What is kept of a history; another text makes what was kept before useless."""
 ROOM_TOKENS: Final = 512
 """Cells for a question behind the history."""
 
@@ -85,8 +88,8 @@ class CalibrationSpec:
         """Names what was read so far of exactly this."""
         questions = self.questions.read_bytes() if self.questions else b""
         what = (
-            model_print, self.memory.type_k, self.memory.type_v, self.generator, self.n_tokens,
-            self.n_prompts, self.first_seed, self.budget_tokens, self.block_tokens,
+            EVIDENCE, model_print, self.memory.type_k, self.memory.type_v, self.generator,
+            self.n_tokens, self.n_prompts, self.first_seed, self.budget_tokens, self.block_tokens,
             self.slice_tokens, version(),
         )  # fmt: skip
         return hashlib.sha256(repr(what).encode() + questions).hexdigest()[:32]
@@ -219,7 +222,7 @@ def _read(spec: CalibrationSpec, engine: Engine, prompt: Prompt, group: int) -> 
             continue
         whole = scored_slices(query, coarse).sum(axis=0)
         yield Evidence(
-            scores=scored_slices(query, fine).astype(np.float32),
+            scores=_equal(scored_slices(query, fine)),
             whole=np.repeat(whole, UNCALIBRATED_SLICE_TOKENS // spec.slice_tokens).astype(
                 np.float32
             ),
@@ -229,6 +232,12 @@ def _read(spec: CalibrationSpec, engine: Engine, prompt: Prompt, group: int) -> 
             slices_per_block=per_block,
             group=group,
         )
+
+
+def _equal(scores: NDArray[np.float64]) -> NDArray[np.float32]:
+    """What each pair says, divided by its sum: as calibrated pairs score."""
+    totals = scores.sum(axis=1, keepdims=True)
+    return (scores / np.where(totals > 0, totals, 1)).astype(np.float32)
 
 
 def _save(path: Path, questions: list[Evidence]) -> None:

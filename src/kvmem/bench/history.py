@@ -206,6 +206,7 @@ class EngineHistory:
                 query=query,
                 summaries=self._picked,
                 lexical=memory.lexical,
+                equal_pairs=True,
                 scratch=memory.scratch,
             ),
         )

@@ -18,6 +18,7 @@ F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 
 MAX_PAIRS: Final = 8
+LEAST_PAIRS: Final = 2
 LEAST_SHARE: Final = 1e-3
 """A question whose facts no pair sees must not outweigh all others."""
 
@@ -26,8 +27,8 @@ LEAST_SHARE: Final = 1e-3
 class Evidence:
     """One question. All slices are of the history; a block has slices_per_block of them.
 
-    scores: f32 [n_pairs, n_slices]. whole: f32 [n_slices], of all pairs in coarse slices, repeated
-    to fine ones: what runs without calibration.
+    scores: f32 [n_pairs, n_slices], each pair's divided by their sum. whole: f32 [n_slices], of all
+    pairs in coarse slices, repeated to fine ones: what runs without calibration.
     gold: slices that hold the answer. free: slices of blocks that are not visible anyhow.
     n_free: blocks that the budget leaves to be chosen. group: the history it belongs to.
     """
@@ -92,9 +93,10 @@ def pick_pairs(questions: Sequence[Evidence], *, max_pairs: int = MAX_PAIRS) -> 
                     for n in range(n_most)
                 ]
     by_count = held_out.mean(axis=0)
-    # one list in twenty questions more is no reason for another pair
+    # a quarter of a question more is no reason for another pair, but one alone can be wrong alone
     enough = by_count >= by_count.max() - 0.25 / len(questions)
-    n_pairs = int(np.flatnonzero(enough)[0]) + 1
+    enough[: min(LEAST_PAIRS, n_most) - 1] = False
+    n_pairs = int(np.flatnonzero(enough)[0]) + 1 if enough.any() else min(LEAST_PAIRS, n_most)
     return Picked(
         pairs=tuple(_greedy(questions, n_pairs)),
         recall=float(by_count[n_pairs - 1]),

@@ -19,9 +19,10 @@ __all__ = ["QueryTap", "apply", "choose", "read_query", "score"]
 
 I32 = NDArray[np.int32]
 
-# A block brings a neighbour along where this part of its score lies at their border. What was seen:
-# the parts are nearly 0 or nearly 1, and 0.2 to 0.8 choose the same blocks (docs/retrieval.md).
-EDGE_SHARE = 0.5
+# A block brings a neighbour along where this part of its score lies near their border. On a trained
+# model 0.5 to 0.9 choose nearly the same blocks; where scores are diffuse 0.5 wastes the budget
+# (docs/retrieval.md, "Facts behind a border").
+EDGE_SHARE = 0.7
 
 EMPTY = np.empty((0, 0, 0), np.float32)
 
@@ -100,6 +101,7 @@ def score(memory: TieredMemory, query: Query | None, scorer: str = DEFAULT_SCORE
         summaries=memory.summaries,
         lexical=memory.lexical,
         threads=memory.score_threads,
+        equal_pairs=memory.scoring.is_calibrated,
         scratch=memory.scratch,
     )
     return memory.with_room(lambda: run_scorer(scorer, inputs))  # the scratch memory may grow

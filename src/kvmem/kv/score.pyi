@@ -26,6 +26,7 @@ def score_slices(
     power: int = 2,
     threads: int = ...,
     scratch: ScoreScratch | None = None,
+    equal_pairs: bool = False,
 ) -> NDArray[np.float32]: ...
 def score_blocks(
     query: Query,
@@ -36,4 +37,5 @@ def score_blocks(
     scratch: ScoreScratch | None = None,
     head_slices: int = 1,
     tail_slices: int = 1,
+    equal_pairs: bool = False,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...

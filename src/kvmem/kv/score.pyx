@@ -227,9 +227,12 @@ def _pack(rows, weights):
 
 def score_slices(
     KeySummaries summaries not None, rows, weights, int power=2, int threads=DEFAULT_THREADS,
-    ScoreScratch scratch=None,
+    ScoreScratch scratch=None, bint equal_pairs=False,
 ):
     """Score every slice of the summarised history: f32 [n_slices].
+
+    equal_pairs: what each pair says is divided by its sum, so that a pair with few sharp rows does
+    not outvote the others.
 
     rows: for each pair of the summaries f32 [n_rows, head_dim], attn_scale multiplied in.
     weights: for each pair f32 [n_rows]. power: >= 1. Pairs are shared out over `threads`; the
@@ -268,6 +271,9 @@ def score_slices(
     else:
         with ThreadPoolExecutor(threads, thread_name_prefix="kvmem-score") as pool:
             list(pool.map(work, range(threads)))
+    if equal_pairs:
+        totals = outs.sum(axis=1, keepdims=True)
+        outs /= np.where(totals > 0, totals, 1)
     # Added up in the order of the pairs, whoever was done first.
     slices = outs.sum(axis=0).reshape(history.n_chunks, history.chunk_slices)
     used = summaries.blocks_per_chunk * summaries.slices_per_block
@@ -277,13 +283,13 @@ def score_slices(
 
 def score_blocks(
     query, KeySummaries summaries not None, weights=None, int power=2, int threads=DEFAULT_THREADS,
-    ScoreScratch scratch=None, int head_slices=1, int tail_slices=1,
+    ScoreScratch scratch=None, int head_slices=1, int tail_slices=1, bint equal_pairs=False,
 ):
     """Score every summarised block with the pairs of the summaries.
 
     query: Query, whose layers hold those of the pairs. weights: f32 [n_pairs] or [n_pairs, group],
     None means 1. Returns (blocks f32 [n_blocks], edges f32 [n_blocks, 2]: the parts of the score in
-    the first head_slices and in the last tail_slices of a block).
+    the first head_slices and in the last tail_slices of a block). equal_pairs: see score_slices.
     """
     if not (1 <= head_slices <= summaries.slices_per_block
             and 1 <= tail_slices <= summaries.slices_per_block):
@@ -303,7 +309,7 @@ def score_blocks(
             raise ValueError(f"the query's rows of layer index {pair.layer} are not all finite")
         rows.append(heads.reshape(n_rows * group, dim) * np.float32(scale))
         row_weights.append(np.tile(np.broadcast_to(given[index], group), n_rows))
-    slices = score_slices(summaries, rows, row_weights, power, threads, scratch)
+    slices = score_slices(summaries, rows, row_weights, power, threads, scratch, equal_pairs)
     slices = slices.reshape(summaries.n_blocks, summaries.slices_per_block)
     edges = np.stack(
         [slices[:, :head_slices].sum(axis=1), slices[:, -tail_slices:].sum(axis=1)], axis=1

@@ -60,7 +60,8 @@ class Scores(NamedTuple):
 class ScoreInputs:
     """What a scorer may read. n_blocks: sealed blocks of the history, summarised and indexed.
 
-    weights: f32 [n_pairs] or [n_pairs, group], None means 1 each. scratch: kept by the caller, so
+    weights: f32 [n_pairs] or [n_pairs, group], None means 1 each. equal_pairs: whether each pair
+    has the same say, as calibrated ones have. scratch: kept by the caller, so
     that scoring allocates nothing large.
     """
 
@@ -69,6 +70,7 @@ class ScoreInputs:
     summaries: KeySummaries | None = None
     lexical: LexicalIndex | None = None
     weights: F32 | None = None
+    equal_pairs: bool = False
     threads: int = DEFAULT_THREADS
     scratch: ScoreScratch | None = None
 
@@ -120,7 +122,15 @@ def _attention(name: str, inputs: ScoreInputs, power: int) -> tuple[F32, F32]:
         for n_tokens in (EDGE_HEAD_TOKENS, EDGE_TAIL_TOKENS)
     )
     blocks, edges = score_blocks(
-        query, summaries, inputs.weights, power, inputs.threads, inputs.scratch, head, tail
+        query,
+        summaries,
+        inputs.weights,
+        power,
+        inputs.threads,
+        inputs.scratch,
+        head,
+        tail,
+        inputs.equal_pairs,
     )
     return blocks, np.divide(edges, blocks[:, None], np.zeros_like(edges), where=edges > 0)
 
