@@ -9,6 +9,7 @@ from typing import Final
 from kvmem.bench.conversations import read_conversations
 from kvmem.bench.generators.catalogue import GENERATORS
 from kvmem.bench.history import Answerer, EngineHistory, StockHistory
+from kvmem.bench.longmemeval import read_longmemeval
 from kvmem.bench.quality import CALIBRATED, POLICIES, Policy, Record, measure
 from kvmem.bench.workload import Prompt, WorkloadSpec, make_prompts
 from kvmem.config import EngineConfig, KvType, MemoryConfig, ModelConfig
@@ -28,7 +29,8 @@ class RecallSpec:
 
     calibration: as MemoryConfig has it; `policies` None: all, and the calibrated ones where there
     is a calibration. by_chunk: what is visible while the history is read, see EngineHistory.read.
-    questions: a file of conversations in place of a generator; those of at most n_tokens and more
+    questions: a file in place of a generator: conversations (JSON lines), or LongMemEval's (.json).
+    Those of at most n_tokens and more
     than half of it are asked.
     """
 
@@ -136,10 +138,12 @@ def _stock(spec: RecallSpec, opened: ExitStack, *, is_hybrid: bool) -> Callable[
 
 def _prompts(spec: RecallSpec, engine: Engine) -> list[Prompt]:
     if spec.questions is not None:
+        if spec.questions.suffix == ".json":
+            every = read_longmemeval(spec.questions, engine.vocab)
+        else:
+            every = read_conversations(spec.questions, engine)
         found = [
-            prompt
-            for prompt in read_conversations(spec.questions, engine)
-            if spec.n_tokens // 2 < len(prompt.history) <= spec.n_tokens
+            prompt for prompt in every if spec.n_tokens // 2 < len(prompt.history) <= spec.n_tokens
         ]
         if not found:
             raise ConfigError("n_tokens", spec.n_tokens, f"what {spec.questions} has")

@@ -57,7 +57,7 @@ def quality(
     ] = None,
     questions: Annotated[
         Path | None,
-        Option(help="Conversations in place of the generators, one JSON object a line."),
+        Option(help="Questions of your own: conversations (JSON lines) or LongMemEval (.json)."),
     ] = None,
     kv_dtype: Annotated[KvType, Option("--kv-dtype", help="Type of K and V.")] = "q8_0",
     recent: Annotated[
