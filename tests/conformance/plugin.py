@@ -2,6 +2,7 @@
 
 llama-server shows the prompt in each reply when it runs with `--verbose`; kvmem logs more then, and
 shows prompts only to requests that ask for it. So requests to such a server ask.
+The tests look for headers in a dict, as llama-server spells them; HTTP does not care for case.
 """
 
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from requests.structures import CaseInsensitiveDict
 
 CHAT = "/chat/completions"
 
@@ -27,7 +29,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ) -> Any:
         if server.debug and path == CHAT and isinstance(data, dict):
             data = {**data, "verbose": True}
-        return send(server, method, path, data, *more, **options)
+        result = send(server, method, path, data, *more, **options)
+        result.headers = CaseInsensitiveDict(result.headers)
+        return result
 
     utils.ServerProcess.make_request = make_request
     chosen = os.environ.get("CONFORMANCE_WANTED")
