@@ -2,6 +2,7 @@
 thinks. Found out by rendering, once.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -20,6 +21,7 @@ from kvmem.llama.template import ChatTemplate
 __all__ = ["TemplateFormat"]
 
 PROBE = "kvmem probe"
+MAX_KEPT = 512
 TEXT_DEMANDS = ("enum", "const", "pattern", "minLength", "maxLength", "format")
 
 
@@ -28,6 +30,7 @@ class TemplateFormat:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
+        self._lost: dict[str, tuple[str, ...]] = {}
 
     @cached_property
     def _info(self) -> dict[str, Any]:
@@ -87,17 +90,46 @@ class TemplateFormat:
             where = f"{tool.path}.function.parameters"
             for fault in find_oversized(tool.parameters):
                 raise FieldError(where, f"of {tool.name} cannot be used: {fault}")
-            faults = find_unenforced(tool.parameters, lambda text: check_grammar(model, text))
-            lost = [str(fault) for fault in faults] if tool.parameters else []
-            if not self._binds_texts:
-                lost += [
-                    f"{keyword} at #/properties/{name} is not enforced in this template's calls"
-                    for name, keyword in _bound_texts(tool.parameters)
-                ]
+            lost = self._lost_demands(tool.parameters, model)
             if lost and tool.is_strict:
                 raise FieldError(where, f"of the strict function {tool.name}: {lost[0]}")
             notes += [f"{where} of {tool.name}: {text}" for text in lost]
         return notes
+
+    def _lost_demands(self, parameters: Mapping[str, Any], model: Model) -> tuple[str, ...]:
+        """What calls are not held to. Agents send the same tools each time: it is kept."""
+        key = json.dumps(parameters, sort_keys=True)
+        lost = self._lost.get(key)
+        if lost is None:
+            faults = find_unenforced(parameters, lambda text: check_grammar(model, text))
+            found = [str(fault) for fault in faults] if parameters else []
+            if not self._binds_texts:
+                found += [
+                    f"{keyword} at #/properties/{name} is not enforced in this template's calls"
+                    for name, keyword in _bound_texts(parameters)
+                ]
+            if len(self._lost) >= MAX_KEPT:
+                self._lost.clear()
+            lost = self._lost[key] = tuple(found)
+        return lost
+
+    def without_grammar(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The same request for its prompt alone, without the time that a grammar takes."""
+        if "tools" in fields and self._prompt_ignores_choice:
+            return {**fields, "tool_choice": "none"}
+        return fields
+
+    @cached_property
+    def _prompt_ignores_choice(self) -> bool:
+        tool = {"type": "function", "function": {"name": "probe", "parameters": {}}}
+        request = {"messages": [_user("x")], "tools": [tool]}
+        prompts = set()
+        for choice in ("auto", "none", "required"):
+            try:
+                prompts.add(self._template.render({**request, "tool_choice": choice})["prompt"])
+            except RequestError:
+                return False
+        return len(prompts) == 1
 
     @cached_property
     def _binds_texts(self) -> bool:

@@ -178,7 +178,8 @@ class ChatRenderer:
             messages[i] = _marked(messages[i], f"[{nonce}:{i}:", f":{i}:{nonce}]")
         try:
             templated = [message.for_template() for message in messages]
-            marked: str = self._template.render({**fields, "messages": templated})["prompt"]
+            plain = self._format.without_grammar(fields)
+            marked: str = self._template.render({**plain, "messages": templated})["prompt"]
         except RequestError:  # the first rendering passed; a template may well refuse the marks
             return []
         mark = re.compile(rf"\[{nonce}:(\d+):|:(\d+):{nonce}\]")
