@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -134,6 +135,58 @@ def test_who_leaves_while_the_prompt_is_read_finds_it_read(
     assert n_read < slot_of(address)["n_prompt_tokens"]
     usage = finish(post(address, body))["usage"]
     assert n_read - 64 <= usage["prompt_cache_hit_tokens"] <= n_read + 64
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ten_clients_in_a_row_leave_during_their_replies(
+    server: tuple[Server, tuple[str, int]], stream: bool
+) -> None:
+    """Case R07: each time the work ends, and the next reply is what it was before."""
+    process, address = server
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "temperature": 0}
+    before = finish(post(address, body))["choices"]
+    endless = {**body, "max_tokens": 3000, "ignore_eos": True, "stream": stream}
+    for _ in range(10):
+        with post(address, endless):
+            until(lambda: slot_of(address)["next_token"][0]["n_decoded"] > 2)
+        until(lambda: not slot_of(address)["is_processing"])
+        assert process.until("end=cancelled")
+    assert finish(post(address, body))["choices"] == before
+
+
+def test_a_stream_is_never_silent_for_long(server: tuple[Server, tuple[str, int]]) -> None:
+    """Case R09: headers at once, then something each second while a long prompt is read."""
+    _, address = server
+    words = " ".join(f"v{(i * 37) % 991}" for i in range(3000))
+    body = {"messages": [{"role": "user", "content": words}], "max_tokens": 3, "stream": True}
+    gaps, received = [], b""
+    told = monotonic()
+    with post(address, body) as connection:
+        while b"[DONE]" not in received:
+            received += connection.recv(65536)
+            gaps.append(monotonic() - told)
+            told = monotonic()
+    assert len(gaps) > 4 and received.count(b":\n\n") > 1, "it was read for some seconds"
+    assert max(gaps) < 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_beyond_the_window_is_named_and_a_reply_ends_at_it(
+    client: TestClient, stream: bool
+) -> None:
+    """Case R14."""
+    long = {"messages": [{"role": "user", "content": "word " * 5000}], "stream": stream}
+    response = client.post(CHAT, json=long)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (400, "exceed_context_size_error")
+    assert error["n_ctx"] == 4096 < error["n_prompt_tokens"]
+    assert str(error["n_prompt_tokens"]) in error["message"] and "4096" in error["message"]
+    fits = [{"role": "user", "content": "word " * 800}]
+    reply = client.post(
+        CHAT, json={"messages": fits, "max_tokens": 9000, "temperature": 0, "ignore_eos": True}
+    ).json()
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["usage"]["total_tokens"] == 4096
 
 
 def slot_of(address: tuple[str, int]) -> dict[str, Any]:

@@ -99,6 +99,35 @@ def test_hanging_up_while_queued_means_never_running(stream: bool) -> None:
     run(test())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_hangs_up_leaves_the_queue_while_another_still_runs(stream: bool) -> None:
+    gate = Script(hold_at=0)
+    backend = FakeBackend(Script(), gate, Script())
+
+    async def test() -> None:
+        app = app_of(backend)
+        async with running(app) as served:
+            await ready(served)
+            first = Call(served, body("one"))
+            await asyncio.to_thread(acquire, backend.holding)
+            queued = Call(served, body("two words", stream=stream))
+            await asyncio.to_thread(until, lambda: len(backend.requests) == 3)
+            client = TestClient(app)  # without a start of its own
+
+            def is_waiting(n: int) -> bool:
+                return bool(client.get("/slots").json()[0]["kvmem"]["n_waiting"] == n)
+
+            await asyncio.to_thread(until, lambda: is_waiting(1))
+            queued.hang_up()
+            await queued.task
+            await asyncio.to_thread(until, lambda: is_waiting(0))
+            assert not first.task.done()
+            gate.release.set()
+            await first.task
+
+    run(test())
+
+
 def test_requests_run_one_at_a_time_in_their_order() -> None:
     order: list[str] = []
 
