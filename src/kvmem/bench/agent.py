@@ -7,6 +7,7 @@ The same rounds run in this process, with kvmem or with plain llama.cpp, or agai
 speaks OpenAI's chat completions (`kvmem.bench.client`).
 """
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -237,7 +238,9 @@ def _summary(records: Sequence[AgentRecord]) -> AgentSummary:
     replayed = [r.replayed_tokens for r in records if r.replayed_tokens is not None]
     drafted = sum(r.drafted_tokens or 0 for r in records)
     accepted = sum(r.accepted_tokens or 0 for r in records)
-    rates = [(r.reply_tokens - 1) / r.decode_s for r in records]
+    # a server may end a reply at once, or send no text but at its end
+    timed = [r for r in records if r.reply_tokens > 1 and r.decode_s > 0]
+    rates = [(r.reply_tokens - 1) / r.decode_s for r in timed] or [math.nan]
     rss = [r.rss_bytes for r in records if r.rss_bytes is not None]
     gpu = [r.gpu_bytes for r in records if r.gpu_bytes is not None]
     return AgentSummary(

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["run_remote"]
 
-FIRST_CHARS_PER_TOKEN = 4.0
-"""Until the server has told how many tokens the first prompt had."""
+SAMPLE_CHARS = 4000
+"""Of a first request that tells how many characters a token has."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ def run_remote(
 
     Raises:
         ConfigError: the HTTP client is not installed.
-        EngineError: the server refused a request, or told no usage.
+        EngineError: the server did not answer, refused a request, or told no usage.
     """
     try:
         import httpx2
@@ -54,46 +54,56 @@ def run_remote(
         raise ConfigError(
             "url", url, "used where httpx2 is installed: pip install 'kvmem[bench]'"
         ) from error
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    try:
+        with httpx2.Client(base_url=url, headers=headers, timeout=None) as client:
+            yield from _play(spec, client, report)
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise EngineError(f"the server at {url} did not answer: {error}") from error
+
+
+def _play(spec: AgentSpec, client: "httpx2.Client", report: Report) -> Iterator[AgentRecord]:
     rng = random.Random(0)
     messages: list[dict[str, Any]] = [{"role": "system", "content": Harbor().opening()}]
-    chars_per_token, n_chars, held = FIRST_CHARS_PER_TOKEN, len(messages[0]["content"]), 0
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    with httpx2.Client(base_url=url, headers=headers, timeout=None) as client:
-        for turn in range(spec.rounds):
-            text = _text(rng, int(spec.new_tokens(turn) * chars_per_token))
-            messages += _messages(spec, turn, text)
-            n_chars += len(text)
-            answer = _ask(client, messages, spec.reply_tokens)
-            assert answer.first_s is not None
-            n_prompt = int(answer.usage["prompt_tokens"])
-            n_reply = int(answer.usage["completion_tokens"])
-            details = answer.usage.get("prompt_tokens_details") or {}
-            timings = answer.timings
-            yield AgentRecord(
-                task=spec.task,
-                system="server",
-                round=turn,
-                prompt_tokens=n_prompt,
-                cached_tokens=int(details.get("cached_tokens", held)),
-                replayed_tokens=None,
-                reply_tokens=n_reply,
-                prompt_s=answer.first_s,
-                decode_s=answer.end_s - answer.first_s,
-                decision="",
-                phases=None,
-                bytes_in=None,
-                drafted_tokens=timings.get("draft_n"),
-                accepted_tokens=timings.get("draft_n_accepted"),
-                device_bytes=None,
-                host_bytes=None,
-                rss_bytes=None,
-                gpu_bytes=None,
-            )
-            chars_per_token = n_chars / n_prompt
-            held = n_prompt  # what a server that does not tell must have kept
-            messages.append(_said(spec, turn, answer.text))
-            n_chars += len(answer.text)
-            report("history", n_prompt, spec.n_tokens)
+    n_chars, held = len(messages[0]["content"]), 0
+    sample = _text(random.Random(1), SAMPLE_CHARS)
+    told = _ask(client, [{"role": "user", "content": sample}], max_tokens=1).usage
+    chars_per_token = SAMPLE_CHARS / int(told["prompt_tokens"])
+    for turn in range(spec.rounds):
+        text = _text(rng, int(spec.new_tokens(turn) * chars_per_token))
+        messages += _messages(spec, turn, text)
+        n_chars += len(text)
+        answer = _ask(client, messages, spec.reply_tokens)
+        assert answer.first_s is not None
+        n_prompt = int(answer.usage["prompt_tokens"])
+        n_reply = int(answer.usage["completion_tokens"])
+        details = answer.usage.get("prompt_tokens_details") or {}
+        timings = answer.timings
+        yield AgentRecord(
+            task=spec.task,
+            system="server",
+            round=turn,
+            prompt_tokens=n_prompt,
+            cached_tokens=int(details.get("cached_tokens", held)),
+            replayed_tokens=None,
+            reply_tokens=n_reply,
+            prompt_s=answer.first_s,
+            decode_s=answer.end_s - answer.first_s,
+            decision="",
+            phases=None,
+            bytes_in=None,
+            drafted_tokens=timings.get("draft_n"),
+            accepted_tokens=timings.get("draft_n_accepted"),
+            device_bytes=None,
+            host_bytes=None,
+            rss_bytes=None,
+            gpu_bytes=None,
+        )
+        chars_per_token = n_chars / n_prompt
+        held = n_prompt  # what a server that does not tell must have kept
+        messages.append(_said(spec, turn, answer.text))
+        n_chars += len(answer.text)
+        report("history", n_prompt, spec.n_tokens)
 
 
 def _text(rng: random.Random, n_chars: int) -> str:

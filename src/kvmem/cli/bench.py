@@ -140,7 +140,7 @@ def speed(
         int, Option("--pool-tokens", help="Cells of kvmem's pool, budget and reserve together.")
     ] = 1024,
     reserve: Annotated[
-        int, Option("--kvmem-reserve", help="Reserve of the pool; 0 for a quarter of it.")
+        int, Option("--kvmem-gen-reserve", help="Reserve of the pool; 0 for a quarter of it.")
     ] = 0,
     window: Annotated[
         int, Option("--window-tokens", help="Cells of the full window; 0 for those of the pool.")
@@ -209,7 +209,7 @@ def agent(
     rounds: Annotated[int, Option(help="Requests of a task.")] = 8,
     reply: Annotated[int, Option(help="Tokens of a reply.")] = 32,
     budget: Annotated[int, Option("--kvmem-budget", help="Tokens that are visible.")] = 768,
-    reserve: Annotated[int, Option("--kvmem-reserve", help="Cells kept for a reply.")] = 256,
+    reserve: Annotated[int, Option("--kvmem-gen-reserve", help="Cells kept for a reply.")] = 256,
     block: Annotated[int, Option("--kvmem-block-tokens", help="Tokens of a block.")] = 32,
     batch: Batch = 512,
     ubatch: Ubatch = 512,
