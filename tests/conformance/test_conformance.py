@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from flags import parse_flags
 from ours import kvmem_flags
+from pinned_tree import read_pin
 from stories import write_stories
 
 from kvmem.llama.model import Model
@@ -61,6 +62,13 @@ def test_most_of_what_llama_server_passes_applies() -> None:
     assert max(Counter(frozen).values()) == 1
     assert len(asked) > 0.8 * len(frozen)
     assert all(reason for reason in scope.values())
+
+
+def test_the_llama_server_of_comparison_is_that_of_the_pin() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    pin = read_pin()
+    group = settings["project"]["optional-dependencies"]["conformance"]
+    assert f"{pin.name}=={pin.version}" in group
 
 
 @pytest.mark.slow
