@@ -1,20 +1,24 @@
 """`kvmem calibrate` on tiny models: it reads, picks, stores, and goes on after an interrupt."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvmem.bench.calibrate import CalibrationSpec, calibrate, store
+from kvmem.bench.calibrate import Calibrated, CalibrationSpec, calibrate, store
 from kvmem.bench.generators.office import Office
 from kvmem.bench.history import EngineHistory
+from kvmem.bench.pairs import Picked
 from kvmem.bench.twin import scored_slices
 from kvmem.bench.workload import WorkloadSpec, make_prompt
 from kvmem.cli.app import execute
+from kvmem.cli.calibrate import calibrate_missing
 from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
-from kvmem.engine.calibration import find
+from kvmem.engine.calibration import Calibration, find
 from kvmem.engine.engine import Engine
+from kvmem.engine.fingerprint import fingerprint
 from kvmem.errors import ConfigError
 from kvmem.kv.score import score_blocks
 
@@ -96,3 +100,49 @@ def test_the_command_says_what_it_found(model: Path, capsys: pytest.CaptureFixtu
 def test_wrong_settings_are_named(fields: dict[str, object], setting: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=setting):
         spec_for(tmp_path, **fields)
+
+
+def test_a_start_can_calibrate_first(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `kvmem serve --kvmem-calibrate` does where nothing is found."""
+    config = EngineConfig(model=ModelConfig(path=model, n_threads=1))
+    found = Calibrated(
+        calibration=Calibration(
+            fingerprint=fingerprint(model),
+            type_k="q8_0",
+            type_v="q8_0",
+            pairs=((3, 0), (3, 1)),
+            slice_tokens=4,
+        ),
+        picked=Picked(
+            pairs=(0, 1),
+            recall=0.9,
+            recall_whole=0.5,
+            by_count=(0.8, 0.9),
+            n_questions=16,
+            n_groups=2,
+        ),
+        bytes_per_token=33.0,
+        bytes_per_token_whole=33.0,
+    )
+    asked: list[CalibrationSpec] = []
+
+    def calibrate_at_once(spec: CalibrationSpec, *, report: object) -> Calibrated:
+        asked.append(spec)
+        return found
+
+    monkeypatch.setattr("kvmem.cli.calibrate.calibrate", calibrate_at_once)
+    calibrate_missing(config)
+    said = capsys.readouterr()
+    assert said.out == "" and "0.900" in said.err and "stored in" in said.err
+    assert asked[0].model == config.model
+    assert find(config).calibration == found.calibration
+
+    worse = replace(found, picked=replace(found.picked, recall=0.4))
+    path = model.with_name("model.gguf.q8_0.kvmem.json")
+    path.unlink()
+    monkeypatch.setattr("kvmem.cli.calibrate.calibrate", lambda spec, report: worse)
+    calibrate_missing(config)
+    assert "not stored" in capsys.readouterr().err
+    assert not path.exists()
