@@ -84,7 +84,11 @@ def played(*, shuffle: bool = False) -> list[Record]:
     words = Words()
     words.tokenize("".join(f" {chr(97 + i)}" for i in range(26)))
     prompt = make_prompt(Harbor(), words, WorkloadSpec(n_tokens=4000), seed=2)
-    policies = [Policy("heads", "first"), Policy("heads", "ideal"), Policy("recency", "none")]
+    policies = [
+        Policy("heads", "first"),
+        Policy("heads", "ideal", neighbours=False),
+        Policy("recency", "none"),
+    ]
     return list(
         measure(
             [prompt], cast(Any, PlayedHistory), None, policies=policies, shuffle=shuffle, free=True
@@ -99,7 +103,7 @@ def by_policy(records: list[Record], policy: str) -> list[Record]:
 def test_each_policy_answers_each_question() -> None:
     records = played()
     names = {record.policy for record in records}
-    assert names == {FULL, GOLD, "heads @first", "heads @ideal", "recency"}
+    assert names == {FULL, GOLD, "heads @first", "heads alone @ideal", "recency"}
     assert all(len(by_policy(records, name)) == 8 for name in names)
 
 

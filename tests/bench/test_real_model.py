@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 POLICIES = (
     Policy("fused", "first"),
-    Policy("heads", "ideal"),
+    Policy("heads", "ideal", neighbours=False),
     Policy("cosine", "ideal"),
     Policy("recency", "none"),
 )

@@ -55,6 +55,7 @@ class Policy:
 POLICIES: Final = (
     *(Policy(scorer, "first") for scorer in ("fused", "heads", "mass", "cosine")),
     *(Policy(scorer, "ideal") for scorer in ("fused", "heads", "mass", "cosine")),
+    Policy("heads", "ideal", neighbours=False),
     Policy("lexical", "none"),
     Policy("recency", "none"),
 )

@@ -96,9 +96,9 @@ def gates(rows: Sequence[Row]) -> list[Gate]:
     if fused is not None:
         found.append(Gate(fused.policy, "gold recall", fused.gold_recall.mean, 0.80, True))
         found.append(Gate(fused.policy, "KL, nats", fused.kl_nats.mean, 0.35, False))
-    if heads := by_name.get("heads @ideal"):
-        found.append(Gate("heads @ideal", "gold recall", heads.gold_recall.mean, 0.70, True))
+    if heads := by_name.get("heads alone @ideal"):
+        found.append(Gate(heads.policy, "gold recall", heads.gold_recall.mean, 0.70, True))
         if cosine := by_name.get("cosine @ideal"):
             lead = heads.paraphrase_recall.mean - cosine.paraphrase_recall.mean
-            found.append(Gate("heads @ideal", "lead over cosine, paraphrased", lead, 0.25, True))
+            found.append(Gate(heads.policy, "lead over cosine, paraphrased", lead, 0.25, True))
     return found
