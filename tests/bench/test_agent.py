@@ -48,6 +48,18 @@ def test_a_chat_asks_anew_each_round(tiny_llama: Path) -> None:
     assert 0 < summary.replay_share < 0.5
 
 
+def test_drafts_are_counted(handset: Path) -> None:
+    spec = AgentSpec(model=handset, n_drafts=3, **SMALL)  # type: ignore[arg-type]
+    records = list(run_agent(spec))
+    for r in records:
+        assert r.drafted_tokens is not None and r.accepted_tokens is not None
+        # each of the 8 tokens but the first came from a step, as its own choice or as a draft
+        assert 0 <= r.accepted_tokens <= min(r.drafted_tokens, 7)
+    assert sum(r.drafted_tokens or 0 for r in records) > 0
+    plain = list(run_agent(replace(spec, n_drafts=0)))
+    assert [r.drafted_tokens for r in plain] == [0] * 4
+
+
 def record(turn: int, **fields: Any) -> AgentRecord:
     values: dict[str, Any] = {
         "task": "tools", "system": "kvmem", "round": turn, "prompt_tokens": 100 * (turn + 1),

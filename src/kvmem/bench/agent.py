@@ -16,7 +16,7 @@ from typing import Final, Literal, get_args
 
 from kvmem.bench.record import gpu_used_bytes
 from kvmem.bench.speed import make_text
-from kvmem.config import EngineConfig, KvType, MemoryConfig, ModelConfig
+from kvmem.config import DraftConfig, EngineConfig, KvType, MemoryConfig, ModelConfig
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Done, PromptProgress, TokenEvent
 from kvmem.engine.prompt import Prompt, Span
@@ -48,6 +48,7 @@ class AgentSpec:
     """What is played.
 
     model: None against a server. n_tokens: length of the history at the end, replies included.
+    n_drafts: tokens that the model's MTP block proposes at a time, with kvmem alone; 0 for none.
     """
 
     model: Path | None
@@ -62,6 +63,7 @@ class AgentSpec:
     batch_tokens: int = 512
     ubatch_tokens: int = 512
     kv_type: KvType = "q8_0"
+    n_drafts: int = 0
     n_threads: int | None = None
     n_gpu_layers: int = 0
 
@@ -100,6 +102,9 @@ class AgentSpec:
                 type_k=self.kv_type,
                 type_v=self.kv_type,
             ),
+            draft=DraftConfig(spec_type="draft-mtp", n_max=self.n_drafts)
+            if self.n_drafts and tiered
+            else DraftConfig(),
         )
 
 

@@ -211,6 +211,9 @@ def agent(
     budget: Annotated[int, Option("--kvmem-budget", help="Tokens that are visible.")] = 768,
     reserve: Annotated[int, Option("--kvmem-gen-reserve", help="Cells kept for a reply.")] = 256,
     block: Annotated[int, Option("--kvmem-block-tokens", help="Tokens of a block.")] = 32,
+    drafts: Annotated[
+        int, Option("--spec-draft-n-max", help="Tokens that the model's MTP block drafts; 0: none.")
+    ] = 0,
     batch: Batch = 512,
     ubatch: Ubatch = 512,
     kv_dtype: KvDtype = "q8_0",
@@ -239,6 +242,7 @@ def agent(
         batch_tokens=batch,
         ubatch_tokens=ubatch,
         kv_type=kv_dtype,
+        n_drafts=drafts,
         n_threads=threads or None,
         n_gpu_layers=n_gpu_layers,
     )
