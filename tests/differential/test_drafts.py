@@ -435,11 +435,10 @@ def test_a_trained_head_is_as_right_with_the_pool_as_without() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "fused"])
-def test_all_questions_with_drafts(policy: str) -> None:
-    lengths = (1024, 2048, 4096)
-    plain = outcome_of(policy, 0, lengths, None)
-    for n_drafts in (3, 5) if policy == "full" else (3,):
-        drafted = outcome_of(policy, n_drafts, lengths, None)
+def test_40_questions_behind_2048_tokens(policy: str) -> None:
+    plain = outcome_of(policy, 0, (2048,), 8)
+    for n_drafts in (3, 5):
+        drafted = outcome_of(policy, n_drafts, (2048,), 8)
         same = sum(a == b for a, b in zip(plain.said, drafted.said, strict=True))
-        assert same >= 299  # rows of a batch round by its size: a tie may fall either way
-        assert drafted.acceptance > (0.9 if n_drafts == 3 else 0.8)
+        assert same >= 39  # rows of a batch round by its size: a tie may fall either way
+        assert drafted.acceptance > (0.88 if n_drafts == 3 else 0.75)
