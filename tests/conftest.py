@@ -6,9 +6,12 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import devices
 import pytest
+
+if TYPE_CHECKING:
+    import devices
 
 pytest_plugins = ["models"]  # tiny models
 
@@ -29,6 +32,8 @@ def root() -> Path:
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[devices.Device]:
     """The device that the test's models run on: each test that uses it runs on both."""
+    import devices  # it needs llama.cpp, which `make test-checks` builds kv without
+
     if request.param == "gpu" and not devices.has_gpu():
         pytest.skip("this build of llama.cpp shows no GPU; `make test-gpu` builds one that does")
     with devices.running_on(request.param) as current:
