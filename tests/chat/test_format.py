@@ -55,6 +55,7 @@ def tool(name: str, /, strict: bool = False, **properties: Any) -> dict[str, Any
     return {"type": "function", "function": function}
 
 
+TWO_WORDS = {"type": "string", "enum": ["yes", "no"]}
 LOOK = tool("look", place={"type": "string"})
 OTHER = tool("other", n={"type": "integer"})
 
@@ -268,6 +269,22 @@ def test_tools_of_other_types_are_left_out_with_a_note(vocab: Vocab) -> None:
             "of the strict function f: enum at #/properties/a is not enforced in this template",
         ),
         (
+            {"tools": [tool("f", strict=True, a={"$ref": "#/properties/b"}, b=TWO_WORDS)]},
+            "tools[0].function.parameters",
+            "f: enum at #/properties/a is not enforced in this template's calls; leave it out",
+        ),
+        (
+            {"tools": [tool("f", strict=True, a={"anyOf": [TWO_WORDS, {"type": "null"}]})]},
+            "tools[0].function.parameters",
+            "of the strict function f: enum at #/properties/a is not enforced in this template",
+        ),
+        (
+            {"grammar": "root ::= a0\n" + "".join(f"a{i} ::= a{i + 1}\n" for i in range(10_000))},
+            "grammar",
+            "has more than 4096 rules",
+        ),
+        ({"grammar": "root ::= " + "[a]" * 100_000}, "grammar", "is longer than 262144 characters"),
+        (
             {"tools": [LOOK, tool("f", a={"$ref": "#/$defs/gone"})]},
             "tools[1].function.parameters",
             "of f cannot be used: JSON schema error at #/properties/a: cannot resolve",
@@ -288,6 +305,22 @@ def test_what_cannot_be_enforced_is_refused_by_name(
     with pytest.raises(FieldError, match=reason) as caught:
         render(vocab, **fields)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": ["string", "null"]},
+        {"anyOf": [TWO_WORDS, {"type": "string"}]},
+        {"$ref": "#/properties/b"},
+        {"type": "array", "items": TWO_WORDS},
+        {"anyOf": [{"type": "integer", "minimum": 2}, {"type": "null"}]},
+        {"enum": [1, 2]},
+    ],
+)
+def test_a_strict_function_that_demands_nothing_of_a_text(vocab: Vocab, schema: Any) -> None:
+    """Any text is right, or none is and JSON is enforced."""
+    assert render(vocab, tools=[tool("f", strict=True, a=schema, b={"type": "string"})]).notes == ()
 
 
 def test_demands_on_loose_tools_are_told(vocab: Vocab) -> None:

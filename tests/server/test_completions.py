@@ -51,6 +51,13 @@ def complete(client: TestClient, **fields: Any) -> Any:
     return response.json()
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 def test_a_whole_reply_in_llama_servers_form() -> None:
     body = post(FakeBackend(Script([b"Hello", b"\nyou"])), "/completion", n_predict=2).json()
     assert body["content"] == "Hello\nyou"
@@ -150,8 +157,24 @@ def test_text_and_tokens_are_the_same_prompt(real: TestClient) -> None:
 def test_a_reply_is_held_to_a_grammar_or_a_schema(real: TestClient) -> None:
     assert complete(real, prompt="x", grammar='root ::= "abc"')["content"] == "abc"
     assert json.loads(complete(real, prompt="x", json_schema={"const": "42"})["content"]) == "42"
-    broken = real.post("/completion", json={"prompt": "x", "grammar": "root ::= ("})
-    assert broken.status_code == 400 and "grammar" in broken.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"grammar": "root ::= ("}, "grammar does not parse"),
+        ({"grammar": "root ::= " + "(" * 200_000 + '"a"' + ")" * 200_000}, "grammar has paren"),
+        ({"json_schema": nested(300)}, "json_schema cannot be enforced: the schema at #"),
+        ({"json_schema": {"multipleOf": 3}}, "json_schema cannot be enforced: multipleOf"),
+    ],
+)
+def test_what_llama_cpp_cannot_hold_a_reply_to(
+    real: TestClient, fields: dict[str, Any], named: str
+) -> None:
+    """The second one overflowed the stack, and ended the server."""
+    response = real.post("/completion", json={"prompt": "x", **fields})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"].startswith(named)
 
 
 def test_probabilities_of_each_token(real: TestClient) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvmem.chat.constraint import require_grammar, require_schema
 from kvmem.chat.fields import (
     FieldError,
     read_bool,
@@ -22,12 +23,11 @@ from kvmem.chat.sampling import (
     read_stop,
     resolve_biases,
 )
-from kvmem.chat.schema import find_unenforced
 from kvmem.chat.text import MixedText, read_mixed_text, tokenize_mixed
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams, SamplingParams
 from kvmem.errors import RequestError, UnsupportedContentError
-from kvmem.llama.grammar import check_grammar, schema_grammar
+from kvmem.llama.grammar import schema_grammar
 from kvmem.llama.model import Model
 from kvmem.llama.sampler import describe_sampling
 from kvmem.llama.vocab import Vocab
@@ -85,20 +85,16 @@ class CompletionRequest:
         )
 
     def _grammar(self, model: Model) -> str | None:
+        if self.grammar is not None:
+            require_grammar(model, self.grammar)
+            return self.grammar
+        if self.schema is None:
+            return None
+        require_schema(model, self.schema, "json_schema")
         try:
-            if self.grammar is not None:
-                check_grammar(model, self.grammar)
-                return self.grammar
-            if self.schema is None:
-                return None
-            for fault in find_unenforced(self.schema, lambda text: check_grammar(model, text)):
-                raise FieldError("json_schema", f"cannot be enforced: {fault}")
             return schema_grammar(self.schema)
-        except FieldError:
-            raise
         except RequestError as error:
-            name = "json_schema" if self.grammar is None else "grammar"
-            raise FieldError(name, f"does not parse: {error}") from None
+            raise FieldError("json_schema", f"cannot be enforced: {error}") from None
 
 
 def parse_completion_request(

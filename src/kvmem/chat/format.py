@@ -3,16 +3,16 @@ thinks. Found out by rendering, once.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
+from kvmem.chat.constraint import require_grammar, require_schema
 from kvmem.chat.fields import FieldError
 from kvmem.chat.messages import Message
 from kvmem.chat.request import ChatRequest
-from kvmem.chat.schema import MAX_DEPTH, find_oversized, find_unenforced
+from kvmem.chat.schema import find_bound_texts, find_oversized, find_unenforced
 from kvmem.errors import RequestError, UnsupportedContentError
 from kvmem.llama.grammar import check_grammar, schema_grammar
 from kvmem.llama.model import Model
@@ -22,7 +22,6 @@ __all__ = ["TemplateFormat"]
 
 PROBE = "kvmem probe"
 MAX_KEPT = 512
-TEXT_DEMANDS = ("enum", "const", "pattern", "minLength", "maxLength", "format")
 
 
 class TemplateFormat:
@@ -62,17 +61,9 @@ class TemplateFormat:
                 keyword.
         """
         if request.grammar is not None:
-            if _depth(request.grammar) > MAX_DEPTH:  # the parser would overflow its stack
-                raise FieldError("grammar", f"has parentheses nested deeper than {MAX_DEPTH}")
-            try:
-                check_grammar(model, request.grammar)
-            except RequestError as error:
-                raise FieldError("grammar", f"does not parse: {error}") from None
+            require_grammar(model, request.grammar)
         if request.schema is not None:
-            for fault in find_oversized(request.schema):
-                raise FieldError("response_format", f"cannot be enforced: {fault}")
-            for fault in find_unenforced(request.schema, lambda text: check_grammar(model, text)):
-                raise FieldError("response_format", f"cannot be enforced: {fault}")
+            require_schema(model, request.schema, "response_format")
         if not request.tools or request.tool_choice.mode == "none":
             return []
         if self.has_tools:
@@ -92,7 +83,8 @@ class TemplateFormat:
                 raise FieldError(where, f"of {tool.name} cannot be used: {fault}")
             lost = self._lost_demands(tool.parameters, model)
             if lost and tool.is_strict:
-                raise FieldError(where, f"of the strict function {tool.name}: {lost[0]}")
+                hint = "leave it out, or strict"
+                raise FieldError(where, f"of the strict function {tool.name}: {lost[0]}; {hint}")
             notes += [f"{where} of {tool.name}: {text}" for text in lost]
         return notes
 
@@ -106,7 +98,7 @@ class TemplateFormat:
             if not self._binds_texts:
                 found += [
                     f"{keyword} at #/properties/{name} is not enforced in this template's calls"
-                    for name, keyword in _bound_texts(parameters)
+                    for name, keyword in find_bound_texts(parameters)
                 ]
             if len(self._lost) >= MAX_KEPT:
                 self._lost.clear()
@@ -236,25 +228,6 @@ def _reason(error: RequestError) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     raised = next((line for line in lines if "Jinja Exception: " in line), None)
     return raised.partition("Jinja Exception: ")[2] if raised else text
-
-
-def _depth(grammar: str) -> int:
-    """At most so deep do its parentheses go, those in texts included."""
-    steps = (1 if letter == "(" else -1 for letter in grammar if letter in "()")
-    return max(accumulate(steps), default=0)
-
-
-def _bound_texts(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Demands on the text of top-level properties: (name, keyword)."""
-    for name, inner in (schema.get("properties") or {}).items():
-        for keyword in TEXT_DEMANDS if isinstance(inner, dict) else ():
-            value = inner.get(keyword)
-            values = value if keyword == "enum" and isinstance(value, list) else [value]
-            is_bound = value is not None
-            if keyword in ("enum", "const"):
-                is_bound = any(isinstance(item, str) for item in values)
-            if is_bound:
-                yield name, keyword
 
 
 def _system(number: int) -> dict[str, str]:

@@ -13,7 +13,14 @@ from typing import Any
 from kvmem.errors import RequestError
 from kvmem.llama.grammar import schema_grammar
 
-__all__ = ["MAX_DEPTH", "Unenforced", "find_oversized", "find_unenforced"]
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_TEXT",
+    "Unenforced",
+    "find_bound_texts",
+    "find_oversized",
+    "find_unenforced",
+]
 
 # Beyond these llama.cpp takes minutes for a token, or overflows its stack.
 MAX_DEPTH = 64
@@ -31,6 +38,8 @@ ANNOTATIONS = frozenset(
     }
 )  # fmt: skip
 FORMATS = frozenset({"date", "time", "date-time", "uuid", *(f"uuid{n}" for n in range(1, 6))})
+
+TEXT_DEMANDS = ("pattern", "minLength", "maxLength", "format")
 
 # keyword -> the type whose grammar has it
 TYPED: Mapping[str, str] = {
@@ -75,6 +84,14 @@ def find_unenforced(schema: Mapping[str, Any], check: Check | None = None) -> It
     check: raises RequestError for a grammar that does not parse.
     """
     yield from _Walk(schema, check or (lambda grammar: None)).visit(schema, "#")
+
+
+def find_bound_texts(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Properties that may be a text but not any text: (name, keyword)."""
+    properties = schema.get("properties")
+    for name, inner in properties.items() if isinstance(properties, Mapping) else ():
+        for keyword in _text_demands(inner, schema) or ():
+            yield name, keyword
 
 
 def find_oversized(schema: Mapping[str, Any]) -> Iterator[Unenforced]:
@@ -239,16 +256,11 @@ class _Walk:
         if ref in self._followed:
             return
         self._followed.add(ref)
-        target: Any = self._root
-        for step in ref.split("/")[1:]:
-            if isinstance(target, Mapping) and step in target:
-                target = target[step]
-            elif isinstance(target, list) and step.isdigit() and int(step) < len(target):
-                target = target[int(step)]
-            else:
-                yield Unenforced(path, "$ref", f"points to {ref}, which is not there")
-                return
-        yield from self.visit(target, ref)
+        target = _target(self._root, ref)
+        if target is None:
+            yield Unenforced(path, "$ref", f"points to {ref}, which is not there")
+        else:
+            yield from self.visit(target, ref)
 
     def _try_pattern(self, value: Any, path: str) -> Iterator[Unenforced]:
         faults = list(self._try({"type": "string", "pattern": value}, path, "pattern"))
@@ -264,6 +276,47 @@ class _Walk:
         except RequestError as error:
             reason = str(error).splitlines()[-1]
             yield Unenforced(path, keyword, f"cannot be enforced: {reason}")
+
+
+def _target(root: Mapping[str, Any], ref: str) -> Any:
+    """What `#/a/b` points to; None for nothing."""
+    target: Any = root
+    for step in ref.split("/")[1:]:
+        if isinstance(target, Mapping) and step in target:
+            target = target[step]
+        elif isinstance(target, list) and step.isdigit() and int(step) < len(target):
+            target = target[int(step)]
+        else:
+            return None
+    return target
+
+
+def _text_demands(
+    schema: object, root: Mapping[str, Any], followed: frozenset[str] = frozenset()
+) -> list[str] | None:
+    """The keywords that not every text meets; None where no text is a value of the schema."""
+    if not isinstance(schema, Mapping):
+        return None
+    ref = schema.get("$ref")
+    if isinstance(ref, str):
+        return (
+            None if ref in followed else _text_demands(_target(root, ref), root, followed | {ref})
+        )
+    for keyword in ("oneOf", "anyOf"):
+        if isinstance(schema.get(keyword), list):
+            found = [_text_demands(item, root, followed) for item in schema[keyword]]
+            return min((item for item in found if item is not None), key=len, default=None)
+    for keyword in ("const", "enum"):
+        if schema.get(keyword) is not None:
+            values = schema[keyword] if keyword == "enum" else [schema[keyword]]
+            has_text = isinstance(values, list) and any(isinstance(item, str) for item in values)
+            return [keyword] if has_text else None
+    demands = [keyword for keyword in TEXT_DEMANDS if schema.get(keyword) is not None]
+    for item in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+        demands += _text_demands(item, root, followed) or ()
+    kind = schema.get("type")
+    kinds = kind if isinstance(kind, list) else [kind]
+    return demands if "string" in kinds or (kind is None and demands) else None
 
 
 def _implied_type(schema: Mapping[str, Any]) -> str | None:
