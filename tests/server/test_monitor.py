@@ -163,6 +163,7 @@ def test_keys_guard_everything_but_health() -> None:
     [
         ((), "https://evil.example", False),
         ((), "null", False),
+        ((), "http://[", False),
         ((), "http://localhost.evil.example", False),
         ((), "http://localhost:3000", True),
         ((), "http://127.0.0.1:18200", True),

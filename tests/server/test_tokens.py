@@ -67,6 +67,7 @@ def test_a_piece_that_is_no_text_is_shown_as_bytes(fake: TestClient) -> None:
         ("/tokenize", {"content": [257]}, "257"),
         ("/tokenize", {"content": "a", "with_pieces": "yes"}, "with_pieces"),
         ("/detokenize", {"tokens": ["a"]}, "tokens"),
+        ("/detokenize", {"tokens": [10**30]}, "is outside the vocabulary of 257"),
         ("/apply-template", {}, "messages"),
         ("/v1/chat/completions/input_tokens", {}, "messages"),
     ],

@@ -222,6 +222,22 @@ def test_a_wrong_field_is_a_400_that_names_it(body: dict[str, Any], param: str, 
     assert error["param"] == param and text in error["message"]
 
 
+def test_half_a_character_is_replaced() -> None:
+    """What JavaScript sends of a text that it cut inside a surrogate pair."""
+    backend = FakeBackend()
+    half, whole = r"\ud83d", r"\ud83d\ude00"
+    hints = f'"stop": "{half}", "kvmem": {{"conversation_id": "{half}"}}'
+    body = f'{{"messages": [{{"role": "user", "content": "{half}a{whole}"}}], {hints}}}'
+    client = client_of(backend)
+    assert client.post(CHAT, content=body).status_code == 200
+    refused = client.post(CHAT, content=f'{{"messages": "{half}"}}')
+    client.__exit__(None, None, None)
+    assert refused.status_code == 400
+    (asked,) = backend.requests
+    assert asked.messages[0].text == "\ufffda\U0001f600"
+    assert asked.stop == (asked.conversation_id,) == ("\ufffd",)
+
+
 def test_http_faults_are_json() -> None:
     client = client_of(FakeBackend())
     found = []
@@ -278,7 +294,7 @@ def test_a_fault_within_a_stream_is_its_last_line() -> None:
 
 
 def test_keys_open_every_route_but_health() -> None:
-    client = client_of(FakeBackend(), api_keys=("k1", "k2"))
+    client = client_of(FakeBackend(), api_keys=("k1", "k2", "gr\xfcn"))
     assert client.get("/health").status_code == 200
     answers = [
         client.get("/v1/models", headers=headers).status_code
@@ -287,6 +303,7 @@ def test_keys_open_every_route_but_health() -> None:
             {"Authorization": "Bearer k1"},
             {"Authorization": "bearer k2"},
             {"X-Api-Key": "k2"},
+            {b"Authorization": "Bearer gr\xfcn".encode()},
             {"Authorization": "Bearer k3"},
             {"Authorization": "Basic k1"},
             {"X-Api-Key": ""},
@@ -294,7 +311,7 @@ def test_keys_open_every_route_but_health() -> None:
     ]
     refused = client.post(CHAT, json=BODY).json()["error"]
     client.__exit__(None, None, None)
-    assert answers == [401, 200, 200, 200, 401, 401, 401]
+    assert answers == [401, 200, 200, 200, 200, 401, 401, 401]
     assert (refused["code"], refused["type"]) == (401, "authentication_error")
 
 

@@ -8,6 +8,7 @@ from kvmem.errors import RequestError
 
 __all__ = [
     "FieldError",
+    "is_number",
     "read_bool",
     "read_integer",
     "read_list",
@@ -51,8 +52,10 @@ def read_number(
     value = body.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise FieldError(name, f"must be a number, not {_shown(value)}")
+    if not is_number(value):
+        is_huge = isinstance(value, int | float) and not isinstance(value, bool)
+        shown = "one beyond all range" if is_huge else _shown(value)
+        raise FieldError(name, f"must be a number, not {shown}")
     if not least <= value <= most:
         raise FieldError(name, f"is {value}, but must be {_range(least, most)}")
     return float(value)
@@ -71,6 +74,16 @@ def read_integer(
     if not least <= value <= most:
         raise FieldError(name, f"is {value}, but must be {_range(least, most)}")
     return value
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _read(body: Fields, name: str, path: str, kind: type[T], rule: str) -> T | None:

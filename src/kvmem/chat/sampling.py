@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from kvmem.chat.fields import FieldError, read_bool, read_integer, read_list, read_number
+from kvmem.chat.fields import FieldError, is_number, read_bool, read_integer, read_list, read_number
 from kvmem.chat.text import Tokenizer
 from kvmem.engine.sampling import SamplingParams
 
@@ -14,6 +14,7 @@ __all__ = ["read_max_tokens", "read_sampling", "read_stop", "resolve_biases"]
 
 NUMBER = re.compile(r"-?\d{1,18}")
 MAX_SEED = (1 << 32) - 1
+MAX_TOKEN = (1 << 31) - 1
 MAX_LAST_N = 1 << 20  # -1 asks for the whole history; the sampler wants a number
 
 # field of the request -> (name for the sampler, least, most); those that SamplingParams lacks
@@ -128,9 +129,11 @@ def _read_logit_bias(body: dict[str, Any]) -> list[list[int | str | float | None
         if isinstance(token, bool) or not isinstance(token, int | str):
             raise FieldError("logit_bias", "must name tokens by their ids or texts")
         named = int(token) if isinstance(token, int) or NUMBER.fullmatch(token) else token
+        if isinstance(named, int) and not 0 <= named <= MAX_TOKEN:
+            raise FieldError("logit_bias", f"must name tokens from 0 to {MAX_TOKEN}")
         if bias is False:
             biases.append([named, None])
-        elif isinstance(bias, bool) or not isinstance(bias, int | float):
+        elif not is_number(bias):
             raise FieldError("logit_bias", "must hold numbers (or false, which forbids a token)")
         else:
             biases.append([named, float(bias)])

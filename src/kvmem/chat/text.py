@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from kvmem.chat.fields import FieldError
 from kvmem.errors import RequestError, UnsupportedContentError
 
-__all__ = ["MixedText", "Tokenizer", "read_mixed_text", "tokenize_mixed"]
+__all__ = ["MixedText", "Tokenizer", "check_tokens", "read_mixed_text", "tokenize_mixed"]
 
 MixedText = tuple[str | int, ...]
 """Texts and token ids, in order."""

@@ -1,6 +1,7 @@
 """Reading the body of a request as JSON."""
 
 import json
+import re
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -12,6 +13,7 @@ from kvmem.errors import RequestError
 __all__ = ["read_json", "read_object_body"]
 
 MAX_BODY_BYTES = 64 << 20
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 async def read_json(request: Request) -> Any:
@@ -22,7 +24,7 @@ async def read_json(request: Request) -> Any:
         if len(body) > MAX_BODY_BYTES:
             raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
     try:
-        return json.loads(body)
+        return _parse(body.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is no JSON: {error}") from None
 
@@ -33,3 +35,16 @@ async def read_object_body(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise FieldError("the body", "must be a JSON object")
     return body
+
+
+def _parse(text: str) -> Any:
+    """JSON whose texts have an encoding.
+
+    Clients in JavaScript cut texts inside a surrogate pair, and send the half as an escape. It
+    becomes the replacement character, as wherever such a text leaves JavaScript otherwise.
+    """
+    value = json.loads(text)
+    if "\\ud" not in text and "\\uD" not in text:
+        return value
+    shown = json.dumps(value, ensure_ascii=False)
+    return json.loads(HALF_PAIR.sub("\ufffd", shown)) if HALF_PAIR.search(shown) else value

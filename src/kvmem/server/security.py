@@ -37,7 +37,9 @@ class ApiKeys:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         # every key is compared: the time tells nothing
-        return any([hmac.compare_digest(given.strip().encode(), key) for key in self._keys])
+        return any(
+            [hmac.compare_digest(given.strip(" \t").encode("latin-1"), key) for key in self._keys]
+        )
 
 
 class Origins:
@@ -87,7 +89,10 @@ class Origins:
     def _may_ask(self, origin: str) -> bool:
         if "*" in self._allowed or origin in self._allowed:
             return True
-        parts = urlsplit(origin)
+        try:
+            parts = urlsplit(origin)
+        except ValueError:  # no address at all
+            return False
         return parts.scheme in ("http", "https") and parts.hostname in LOOPBACK
 
 

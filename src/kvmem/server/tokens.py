@@ -9,7 +9,13 @@ from starlette.routing import Route
 
 from kvmem.chat.fields import FieldError, read_bool, read_list
 from kvmem.chat.request import RequestDefaults, parse_chat_request
-from kvmem.chat.text import read_mixed_text, tokenize_mixed
+from kvmem.chat.text import (
+    MixedText,
+    Tokenizer,
+    check_tokens,
+    read_mixed_text,
+    tokenize_mixed,
+)
 from kvmem.server.body import read_json, read_object_body
 from kvmem.server.worker import EngineWorker
 
@@ -40,27 +46,20 @@ class TokenApi:
         if body.get("content") is None:
             return JSONResponse({"tokens": []})
         special = read_bool(body, "parse_special")
-        tokens = await run_in_threadpool(
-            tokenize_mixed,
+        return await run_in_threadpool(
+            _tokenize,
             read_mixed_text(body["content"], "content"),
             tokenizer,
             add_special=read_bool(body, "add_special") or False,
             parse_special=special is not False,
+            with_pieces=read_bool(body, "with_pieces") or False,
         )
-        if not read_bool(body, "with_pieces"):
-            return JSONResponse({"tokens": tokens})
-        shown = [{"id": token, "piece": _shown(tokenizer.piece(token))} for token in tokens]
-        return JSONResponse({"tokens": shown})
 
     async def detokenize(self, request: Request) -> Response:
         """The text of `tokens`."""
         body = await read_object_body(request)
-        tokenizer = self._worker.backend.tokenizer
         tokens = read_list(body, "tokens") or []
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
-            raise FieldError("tokens", "must be a list of token ids")
-        pieces = [tokenizer.piece(token) for token in tokens]
-        return JSONResponse({"content": b"".join(pieces).decode("utf-8", "replace")})
+        return await run_in_threadpool(_detokenize, tokens, self._worker.backend.tokenizer)
 
     async def apply_template(self, request: Request) -> Response:
         """The prompt that a chat request would give, as text."""
@@ -74,6 +73,29 @@ class TokenApi:
         rendered = await run_in_threadpool(self._worker.backend.render, asked)
         n_tokens = len(rendered.prompt.tokens)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": n_tokens})
+
+
+def _tokenize(
+    text: MixedText,
+    tokenizer: Tokenizer,
+    *,
+    add_special: bool,
+    parse_special: bool,
+    with_pieces: bool,
+) -> Response:
+    """In a thread, as the next one: a book takes seconds."""
+    tokens = tokenize_mixed(text, tokenizer, add_special=add_special, parse_special=parse_special)
+    if not with_pieces:
+        return JSONResponse({"tokens": tokens})
+    shown = [{"id": token, "piece": _shown(tokenizer.piece(token))} for token in tokens]
+    return JSONResponse({"tokens": shown})
+
+
+def _detokenize(tokens: list[Any], tokenizer: Tokenizer) -> Response:
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+        raise FieldError("tokens", "must be a list of token ids")
+    pieces = [tokenizer.piece(token) for token in check_tokens(tokens, tokenizer)]
+    return JSONResponse({"content": b"".join(pieces).decode("utf-8", "replace")})
 
 
 def _shown(piece: bytes) -> Any:
