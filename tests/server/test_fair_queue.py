@@ -61,6 +61,21 @@ def test_who_leaves_is_gone_and_closing_tells_the_rest() -> None:
     assert got == [None]
 
 
+def test_who_has_left_costs_its_session_no_turn() -> None:
+    waiting: FairQueue[str] = FairQueue()
+    tries = [f"a{i}" for i in range(9)]
+    for item in tries:  # a user who tries again and again
+        waiting.put(item, "a")
+    waiting.put("b0", "b")
+    waiting.put("b1", "b")
+    for item in tries[:-2]:
+        assert waiting.remove(item)
+    assert drain(waiting) == ["a7", "b0", "a8", "b1"]
+    waiting.put("a9", "a")
+    waiting.put("b2", "b")
+    assert drain(waiting) == ["a9", "b2"]
+
+
 def test_closing_wakes_who_waits() -> None:
     waiting: FairQueue[str] = FairQueue()
     got: list[str | None] = []

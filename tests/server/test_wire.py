@@ -1,6 +1,7 @@
 """What goes over the wire, byte for byte where clients care, against a scripted engine."""
 
 import json
+import logging
 import re
 from typing import Any
 
@@ -291,6 +292,22 @@ def test_a_fault_within_a_stream_is_its_last_line() -> None:
     lines = [line for line in response.text.split("\n\n") if line.startswith("data: ")]
     assert json.loads(lines[-1].removeprefix("data: ")) == error_body(DecodeError("it broke"))
     assert "[DONE]" not in response.text
+
+
+@pytest.mark.parametrize("path", [CHAT, "/completion"])
+def test_a_fault_of_our_own_within_a_stream_is_logged(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(self: object, piece: bytes) -> str:
+        raise ZeroDivisionError("of the reader")
+
+    monkeypatch.setattr("kvmem.chat.stream.ReplyText.feed", broken)
+    monkeypatch.setattr(logging.getLogger("kvmem"), "propagate", True)
+    client = client_of(FakeBackend())
+    text = client.post(path, json={**BODY, "prompt": "x", "stream": True}).text
+    client.__exit__(None, None, None)
+    assert "internal error; the log has it" in text and "of the reader" not in text
+    assert "of the reader" in caplog.text
 
 
 def test_keys_open_every_route_but_health() -> None:

@@ -241,3 +241,21 @@ def test_a_stop_answers_all_who_wait() -> None:
         assert (queued.status, backend.closed) == (503, True)
 
     run(test())
+
+
+def test_a_start_that_cannot_be_announced_is_a_failure() -> None:
+    """Where nobody serves, nobody may wait."""
+    backend = FakeBackend()
+    failures: list[BaseException] = []
+
+    def announce(loaded: object) -> None:
+        raise BrokenPipeError("nobody reads")
+
+    app = create_app(
+        lambda progress: backend, ServerConfig(), on_ready=announce, on_failure=failures.append
+    )
+    with TestClient(app) as client:
+        until(lambda: failures)
+        assert client.post("/v1/chat/completions", json=body()).status_code == 500
+        assert client.get("/health").status_code == 500
+    assert backend.closed

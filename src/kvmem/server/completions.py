@@ -16,8 +16,7 @@ from kvmem.server import sse
 from kvmem.server.body import read_object_body
 from kvmem.server.completion_reader import Piece, Tick, read_completion, read_whole_completion
 from kvmem.server.completion_shape import NativeShape, OpenAiShape
-from kvmem.server.errors import error_body
-from kvmem.server.reply import EventLines, cancel_on_disconnect, first_event
+from kvmem.server.reply import EventLines, cancel_on_disconnect, first_event, last_words
 from kvmem.server.worker import EngineWorker, Generation
 
 __all__ = ["CompletionApi"]
@@ -94,4 +93,4 @@ async def _lines(
         if shape.ends_with_done:
             yield sse.END
     except Exception as error:
-        yield sse.encode(error_body(error))
+        yield last_words(error)

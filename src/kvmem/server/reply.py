@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from kvmem.chat.reply import Delta, ReplyMessage, ReplyReader
 from kvmem.engine.events import Done, Event, PromptProgress, TokenEvent
 from kvmem.engine.logprobs import TokenLogprobs
-from kvmem.errors import Cancelled
+from kvmem.errors import Cancelled, KvmemError
 from kvmem.server import sse
 from kvmem.server.errors import error_body
 from kvmem.server.pace import Pace
@@ -29,6 +29,7 @@ __all__ = [
     "EventStream",
     "cancel_on_disconnect",
     "first_event",
+    "last_words",
     "read_whole",
 ]
 
@@ -143,7 +144,14 @@ async def _events(
             yield sse.encode(shape.usage(ends))
         yield sse.END
     except Exception as error:
-        yield sse.encode(error_body(error))
+        yield last_words(error)
+
+
+def last_words(error: Exception) -> bytes:
+    """The event that ends a stream with an error. Of one that is not ours the log has the rest."""
+    if not isinstance(error, KvmemError):
+        _log.error("a stream failed", exc_info=error)
+    return sse.encode(error_body(error))
 
 
 async def _chunks(

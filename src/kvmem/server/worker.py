@@ -129,7 +129,7 @@ class EngineWorker:
 
     load: makes the backend; gets a function that takes the progress, 0 to 1.
     on_ready, on_failure: called in the worker's thread, when requests are served from now on, or
-        when the backend cannot be loaded.
+        when they cannot be, or no longer.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class EngineWorker:
     def backend(self) -> Backend:
         """Raises CapacityError while it loads, EngineError if it could not be loaded."""
         if self._failure is not None:
-            raise EngineError(f"the model could not be loaded: {self._failure}")
+            raise EngineError(f"the model cannot be served: {self._failure}")
         if self._backend is None:
             raise CapacityError(f"the model is loading ({self.progress:.0%})")
         return self._backend
@@ -191,6 +191,7 @@ class EngineWorker:
         """Queue a request. Raises CapacityError when too many wait, or the server stops."""
         if self._stopping:
             raise CapacityError("the server is stopping")
+        _ = self.backend  # it may have failed since the prompt was rendered
         if self.n_waiting >= self._queue_limit:
             raise CapacityError(f"{self.n_waiting} requests wait already; try again later")
         generation = Generation(prompt, params, self)
@@ -206,12 +207,10 @@ class EngineWorker:
         try:
             backend = self._load(self._set_progress)
         except Exception as error:
-            self._failure = error
-            if self._on_failure is not None and not self._stopping:
-                self._on_failure(error)
+            self._fail(error)
             return
-        self._backend = backend
         try:
+            self._backend = backend
             if self._on_ready is not None:
                 self._on_ready(backend)
             while (generation := self._queue.get()) is not None:
@@ -222,8 +221,18 @@ class EngineWorker:
                 generation.run(backend)
                 with self._lock:
                     self._current = None
+        except Exception as error:
+            self._fail(error)
         finally:
             backend.close()
+
+    def _fail(self, error: Exception) -> None:
+        """Nothing is served from now on; who waits is told."""
+        self._failure = error
+        for waiting in self._queue.close():
+            waiting.refuse("the server has failed")
+        if self._on_failure is not None and not self._stopping:
+            self._on_failure(error)
 
 
 def _session_of(prompt: Prompt) -> Hashable:
