@@ -65,6 +65,15 @@ class Runner:
             "error: -ctv is q8_0, but must be as -ctk f16, where one of them is a float; "
             "try --kv-dtype, which sets both",
         ),
+        (
+            ["--kvmem-host-gb", "nan"],
+            "error: --kvmem-host-gb is nan, but must be GiB, from 0; try kvmem plan --help",
+        ),
+        (
+            ["--kvmem-conversations-gb", "-1"],
+            "error: --kvmem-conversations-gb is -1.0, but must be GiB, from 0; try kvmem plan "
+            "--help",
+        ),
         (["-t", "0"], "error: -t is 0, but must be at least 1; try kvmem plan --help"),
         (["-ngl", "x"], "error: -ngl is x, but must be a number, or all; try kvmem plan --help"),
         (["--foo"], "error: there is no option --foo; try kvmem plan --help"),
@@ -91,6 +100,23 @@ class Runner:
 )  # fmt: skip
 def test_wrong_settings_are_one_line(stderr_of: Runner, args: list[str], line: str) -> None:
     assert stderr_of("plan", "-m", "m.gguf", *args) == (2, line + "\n")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "rule"),
+    [
+        ("--temp", "inf", "a finite number"),
+        ("--presence-penalty", "nan", "a finite number"),
+        ("--top-p", "3.0", "from 0 to 1"),
+        ("--min-p", "-0.5", "from 0 to 1"),
+    ],
+)
+def test_sampling_that_each_request_would_fail_on(
+    stderr_of: Runner, flag: str, value: str, rule: str
+) -> None:
+    code, line = stderr_of("run", "-m", "m.gguf", "-p", "x", flag, value)
+    assert code == 2
+    assert line == f"error: {flag} is {value}, but must be {rule}; try kvmem run --help\n"
 
 
 @pytest.mark.parametrize("flag", sorted(LATER))
@@ -158,13 +184,22 @@ def test_variables_are_read_and_flags_win(
     assert '"budget_tokens": 1024,' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["KVMEM_BUDGTE", "LLAMA_ARG_SSL_KEY_FILE", "LLAMA_API_KEY_FILE"])
+@pytest.mark.parametrize("name", ["KVMEM_BUDGTE", "LLAMA_ARG_MMPROJ", "LLAMA_API_KEY_FILE"])
 def test_variables_that_no_option_reads(
     stderr_of: Runner, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(name, "1")
     line = f"error: the variable {name} is set, but no option reads it; try unset {name}\n"
     assert stderr_of("plan", "-m", "m.gguf") == (2, line)
+
+
+def test_a_variable_of_another_command_is_no_mistake(
+    stderr_of: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One environment serves them all: plan is asked before serve."""
+    monkeypatch.setenv("LLAMA_ARG_PORT", "8081")
+    code, line = stderr_of("plan", "-m", "none.gguf")
+    assert code == 1 and line.startswith("error: cannot read the model none.gguf")
 
 
 def test_bad_values_of_variables(stderr_of: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

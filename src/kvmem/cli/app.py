@@ -44,8 +44,12 @@ def execute(args: Sequence[str]) -> int:
     command = typer.main.get_command(app)
     name = args[0] if args and not args[0].startswith("-") else ""
     if name in OURS:
-        options = getattr(command, "commands", {})[name].params
-        variables = frozenset(str(option.envvar) for option in options if option.envvar)
+        commands = getattr(command, "commands", {})
+        options = commands[name].params
+        # one environment serves them all
+        variables = frozenset(
+            str(option.envvar) for one in OURS for option in commands[one].params if option.envvar
+        )
         stray = faults.unknown_variable(variables) or faults.unknown_flag(
             args[1:],
             command=name,

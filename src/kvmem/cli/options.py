@@ -5,6 +5,7 @@ ours). `cli.takes` gives a command the options of some of these classes.
 """
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,11 +246,9 @@ class EngineOptions:
                 block_tokens=self.block,
                 sink_tokens=self.sink,
                 recent_tokens=self.recent,
-                host_limit_bytes=int(self.host_gb * GIB) if self.host_gb else None,
+                host_limit_bytes=_bytes("kvmem_host_gb", self.host_gb),
                 conversations=self.conversations,
-                conversations_bytes=(
-                    int(self.conversations_gb * GIB) if self.conversations_gb else None
-                ),
+                conversations_bytes=_bytes("kvmem_conversations_gb", self.conversations_gb),
                 scorer=self.scorer,
                 calibration=self.calibration,
                 query_replay=self.query_replay,
@@ -370,13 +369,21 @@ class SamplingOptions:
 
     def defaults(self) -> RequestDefaults:
         """Raises ConfigError: a value out of range."""
-        for name, value, least in (
-            ("temperature", self.temperature, 0.0),
-            ("top_p", self.top_p, 0.0),
-            ("min_p", self.min_p, 0.0),
+        for name, value, least, most in (
+            ("temperature", self.temperature, 0.0, math.inf),
+            ("top_p", self.top_p, 0.0, 1.0),
+            ("min_p", self.min_p, 0.0, 1.0),
+            ("repeat_penalty", self.repeat_penalty, 0.0, math.inf),
+            ("presence_penalty", self.presence_penalty, -math.inf, math.inf),
+            ("frequency_penalty", self.frequency_penalty, -math.inf, math.inf),
         ):
-            if value is not None and not value >= least:
-                raise ConfigError(name, value, f"at least {least:g}")
+            if value is None:
+                continue
+            if not math.isfinite(value):
+                raise ConfigError(name, value, "a finite number")
+            if not least <= value <= most:
+                rule = f"from {least:g} to {most:g}" if most == 1 else f"at least {least:g}"
+                raise ConfigError(name, value, rule)
         if self.repeat_penalty is not None and not self.repeat_penalty > 0:
             raise ConfigError("repeat_penalty", self.repeat_penalty, "above 0")
         if self.seed is not None and not -1 <= self.seed < 1 << 32:
@@ -444,6 +451,13 @@ def _layers(text: str) -> int:
         return int(text)
     except ValueError:
         raise ConfigError("n_gpu_layers", text, "a number, or all") from None
+
+
+def _bytes(setting: str, gib: float) -> int | None:
+    """None for 0, which leaves the choice to us."""
+    if gib < 0 or not math.isfinite(gib):
+        raise ConfigError(setting, gib, "GiB, from 0")
+    return int(gib * GIB) if gib else None
 
 
 def _automatic(threads: int) -> int | None:
