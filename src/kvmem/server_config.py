@@ -17,7 +17,6 @@ class ServerConfig:
 
     alias: the name in /v1/models and in replies; None for the file's stem.
     api_keys: any of them opens every route but /health; empty for no check.
-    n_predict: reply limit where a request gives none; None for the room in the workspace.
     queue_limit: requests that may wait; more are told to come back.
     cors_origins: web pages that may ask beside those of this machine; "*" for all.
     ssl_key_file, ssl_cert_file: PEM files, both or none.
@@ -28,7 +27,6 @@ class ServerConfig:
     port: int = 8080
     alias: str | None = None
     api_keys: tuple[str, ...] = ()
-    n_predict: int | None = None
     queue_limit: int = 64
     cors_origins: tuple[str, ...] = ()
     ssl_key_file: Path | None = None
@@ -41,8 +39,6 @@ class ServerConfig:
             raise ConfigError("port", self.port, "from 0 to 65535")
         if any(not key for key in self.api_keys):
             raise ConfigError("api_keys", "an empty key", "a text that is not empty")
-        if self.n_predict is not None and self.n_predict < 1:
-            raise ConfigError("n_predict", self.n_predict, "at least 1")
         if self.queue_limit < 1:
             raise ConfigError("queue_limit", self.queue_limit, "at least 1")
         if (self.ssl_key_file is None) != (self.ssl_cert_file is None):

@@ -127,6 +127,15 @@ def test_keys_from_a_file_add_to_the_others(tmp_path: Path) -> None:
             ServerOptions(api_key_file=path).config(Path("m.gguf"))
 
 
+def test_files_that_are_no_certificate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pem = tmp_path / "k.pem"
+    pem.write_text("x")
+    files = ("--ssl-key-file", str(pem), "--ssl-cert-file", str(pem))
+    assert execute(["serve", "-m", "none.gguf", "--port", "0", *files]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: --ssl-cert-file is {pem}, but must be a certificate in PEM")
+
+
 def test_https(tiny_llama: Path, tmp_path: Path) -> None:
     openssl = shutil.which("openssl")
     if openssl is None:

@@ -14,9 +14,12 @@ from starlette.testclient import TestClient
 
 from kvmem.cli import logs
 from kvmem.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
+from kvmem.engine.events import Done
+from kvmem.engine.stats import RequestStats
 from kvmem.errors import ConfigError
 from kvmem.server.app import create_app
 from kvmem.server.backend import EngineBackend
+from kvmem.server.watch import Watch
 
 CHAT = "/v1/chat/completions"
 
@@ -82,6 +85,16 @@ def test_the_counters_are_the_sums_of_what_the_replies_said(client: TestClient) 
     assert grown["llamacpp:prompt_seconds_total"] > 0
     assert after["kvmem:host_bytes"] > 0 and after["kvmem:device_bytes"] > 0
     assert after["llamacpp:requests_processing"] == 0
+
+
+def test_the_rate_of_replies_is_that_of_their_steps() -> None:
+    """The first token of a reply costs no step, and none of the time that is counted."""
+    watch = Watch()
+    watch.saw(Done("stop", RequestStats(completion_tokens=1, decode_s=0.0)))
+    watch.saw(Done("stop", RequestStats(completion_tokens=0, decode_s=0.1)))
+    watch.saw(Done("stop", RequestStats(completion_tokens=21, decode_s=1.9)))
+    assert (watch.totals.decode_steps, watch.totals.reply_tokens) == (20, 22)
+    assert RequestStats(completion_tokens=0, decode_s=0.1).decode_per_s == 0.0
 
 
 def test_slots_show_conversations_and_the_last_report_and_no_text(client: TestClient) -> None:

@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,6 +60,7 @@ def serve(
     logs.set_up(verbose=verbose and not log_disable, kind=log_format, requests=not log_disable)
     config = options.config()
     where = server.config(config.model.path)
+    _check_certificate(where)
     defaults = replace(sampling.defaults(), show_prompt=verbose)
     if calibrate and find(config).calibration is None:
         calibrate_missing(config)
@@ -101,6 +103,18 @@ def serve(
         runner.run(sockets=[listener])
     if failures:
         raise failures[0]
+
+
+def _check_certificate(config: ServerConfig) -> None:
+    """Raises ConfigError before the model is loaded: the pair cannot be used."""
+    if config.ssl_key_file is None or config.ssl_cert_file is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.ssl_cert_file, config.ssl_key_file)
+    except OSError as error:  # ssl.SSLError is one
+        rule = f"a certificate in PEM whose key is in ssl_key_file={config.ssl_key_file} ({error})"
+        raise ConfigError("ssl_cert_file", config.ssl_cert_file, rule) from None
 
 
 def _listen(config: ServerConfig) -> socket.socket:

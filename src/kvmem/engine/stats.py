@@ -117,4 +117,5 @@ class RequestStats:
     @property
     def decode_per_s(self) -> float:
         """Reply tokens per second after the first."""
-        return (self.completion_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
+        steps = max(0, self.completion_tokens - 1)
+        return steps / self.decode_s if self.decode_s > 0 else 0.0

@@ -47,6 +47,7 @@ class EngineBackend:
     def __init__(
         self, config: EngineConfig, *, progress: Callable[[float], object] | None = None
     ) -> None:
+        self._drafts = config.draft.enabled
         self._engine = Engine(config, progress=progress)
         try:
             self._template = ChatTemplate(self._engine.model, config.model.chat_template or "")
@@ -100,6 +101,7 @@ class EngineBackend:
             "n_params": engine.model.n_params,
             "n_vocab": engine.vocab.n_tokens,
             "size": engine.model.size_bytes,
+            "speculative": self._drafts,
         }
 
     def conversations(self) -> Sequence[ConversationInfo]:

@@ -78,7 +78,7 @@ class MonitorApi:
             "id": 0,
             "id_task": now.number,
             "n_ctx": backend.n_ctx,
-            "speculative": False,
+            "speculative": backend.describe().get("speculative", False),
             "is_processing": now.is_running,
             "n_prompt_tokens": now.prompt_tokens,
             "n_prompt_tokens_processed": now.read_tokens,
@@ -146,7 +146,7 @@ class _Measures(Collector):
         yield _gauge(
             "llamacpp:predicted_tokens_seconds",
             "Reply tokens per second, on average.",
-            totals.reply_tokens / totals.decode_s if totals.decode_s else 0.0,
+            totals.decode_steps / totals.decode_s if totals.decode_s else 0.0,
         )
         yield _gauge("llamacpp:requests_processing", "Requests that run.", int(now.is_running))
         yield _gauge("llamacpp:requests_deferred", "Requests that wait.", self._worker.n_waiting)

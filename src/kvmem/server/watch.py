@@ -31,6 +31,7 @@ class Totals:
     replayed_tokens: int = 0
     prompt_s: float = 0.0
     reply_tokens: int = 0
+    decode_steps: int = 0  # without the first token of each reply, which decode_s is without too
     decode_s: float = 0.0
     draft_tokens: int = 0
     accepted_tokens: int = 0
@@ -96,6 +97,7 @@ class Watch:
                 replayed_tokens=before.replayed_tokens + memory.replayed_tokens,
                 prompt_s=before.prompt_s + stats.prompt_s,
                 reply_tokens=before.reply_tokens + stats.completion_tokens,
+                decode_steps=before.decode_steps + max(0, stats.completion_tokens - 1),
                 decode_s=before.decode_s + stats.decode_s,
                 draft_tokens=before.draft_tokens + stats.draft_n,
                 accepted_tokens=before.accepted_tokens + stats.draft_n_accepted,
