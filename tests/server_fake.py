@@ -181,13 +181,18 @@ def until(condition: Callable[[], object]) -> None:
 
 
 class Call:
-    """One HTTP exchange, straight over ASGI: what came back is readable while it runs."""
+    """One HTTP exchange, straight over ASGI: what came back is readable while it runs.
+
+    reads: cleared, the client takes nothing more.
+    """
 
     def __init__(self, app: Starlette, body: dict[str, Any]) -> None:
         self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
         self.status: int | None = None
         self.body = b""
+        self.reads = asyncio.Event()
+        self.reads.set()
         self._news = asyncio.Event()
         path = "/v1/chat/completions"
         scope = {
@@ -198,6 +203,7 @@ class Call:
         self.task = asyncio.create_task(app(scope, self._inbox.get, self._send))
 
     async def _send(self, message: Any) -> None:
+        await self.reads.wait()
         if message["type"] == "http.response.start":
             self.status = message["status"]
         self.body += message.get("body", b"")

@@ -1,6 +1,7 @@
 """Order, cancel and shutdown: what happens while several clients come and go."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -71,6 +72,29 @@ def test_hanging_up_ends_reading_and_decoding(hold_at: int, stream: bool) -> Non
             after = Call(app, body())
             await after.task
             assert b"Hello world" in after.body
+
+    run(test())
+
+
+def test_a_client_that_stops_reading_does_not_hold_up_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvmem.server.reply.STALLED_S", 0.05)
+    monkeypatch.setattr("kvmem.server.reply.SILENCE_S", 0.01)
+    monkeypatch.setattr(logging.getLogger("kvmem"), "propagate", True)
+    backend = FakeBackend(Script(), Script(ENDLESS, hold_at=5), Script())
+
+    async def test() -> None:
+        async with running(app_of(backend)) as app:
+            await ready(app)
+            stalled = Call(app, body(stream=True))
+            await stalled.until(lambda: bool(stalled.body))
+            stalled.reads.clear()
+            other = Call(app, body())
+            await asyncio.gather(stalled.task, other.task)
+            assert backend.ends[-2:] == ["cancelled", "stop"]
+            assert other.status == 200
+            assert "left unread" in caplog.text
 
     run(test())
 

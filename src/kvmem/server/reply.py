@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kvmem.chat.reply import Delta, ReplyMessage, ReplyReader
 from kvmem.engine.events import Done, Event, PromptProgress, TokenEvent
@@ -37,6 +37,9 @@ _log = logging.getLogger(__name__)
 
 # Node clients give up after minutes of silence, proxies after one; llama-server sends every second.
 SILENCE_S = 1.0
+
+# So long may a client leave what was sent unread: then it has hung, and others wait for the engine.
+STALLED_S = 60.0
 
 # Errors of the first moments are plain HTTP errors; after that the stream has begun.
 FIRST_EVENT_S = 0.2
@@ -93,6 +96,16 @@ class EventLines(StreamingResponse):
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
+
+    async def stream_response(self, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(STALLED_S):
+                await send(message)
+
+        try:
+            await super().stream_response(send_in_time)
+        except TimeoutError:
+            _log.warning("a stream was left unread for %g s: the request is ended", STALLED_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
