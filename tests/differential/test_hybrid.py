@@ -264,13 +264,15 @@ def assert_right_afterwards(recorded: Recorded, path: Path, longer: tuple[int, .
     assert differs_from_twin(path, recorded.calls, **EXACT) == 0
 
 
-def test_after_a_cancel_anywhere_it_is_right(tiny_qwen35: Path) -> None:
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+def test_after_a_cancel_anywhere_it_is_right(behind: bool, tiny_qwen35: Path) -> None:
+    """Behind: a signal handler may raise it when the state has seen what the history has not."""
     with record(tiny_qwen35, **EXACT) as recorded:
         ask(recorded.session, HISTORY, span=SPAN)
         n_calls = len(recorded.calls)
     for stop_at in range(1, n_calls + 1, 2):
         with record(tiny_qwen35, **EXACT) as recorded:
-            recorded.context.stop_at = stop_at
+            recorded.context.stop_at, recorded.context.stop_behind = stop_at, behind
             assert ask(recorded.session, HISTORY, span=SPAN).done.reason == "cancelled"
             if recorded.session.n_tokens <= len(HISTORY):
                 assert_right_afterwards(recorded, tiny_qwen35)

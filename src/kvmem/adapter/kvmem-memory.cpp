@@ -371,6 +371,10 @@ int kvmem_recurrent_valid(const kvmem_memory * memory) {
     return memory->recurrent_valid;
 }
 
+int32_t kvmem_recurrent_pos(const kvmem_memory * memory) {
+    return memory->recr ? memory->recr->seq_pos_max(0) : -1;
+}
+
 void kvmem_recurrent_restored(kvmem_memory * memory) {
     memory->recurrent_valid = true;
 }

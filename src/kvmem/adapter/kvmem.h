@@ -171,8 +171,10 @@ KVMEM_API int kvmem_draft_forget(kvmem_memory * follower, const int32_t * cells,
 KVMEM_API int kvmem_recurrent_rollback(kvmem_memory * memory, uint32_t n_tokens);
 // A failed or aborted decode, or a removal that the recurrent state cannot follow, makes that state unusable until it
 // is restored.
-KVMEM_API int  kvmem_recurrent_valid(const kvmem_memory * memory);
-KVMEM_API void kvmem_recurrent_restored(kvmem_memory * memory);
+KVMEM_API int kvmem_recurrent_valid(const kvmem_memory * memory);
+// The position of the last token that the recurrent state has seen; -1 for none, and for attention alone.
+KVMEM_API int32_t kvmem_recurrent_pos(const kvmem_memory * memory);
+KVMEM_API void    kvmem_recurrent_restored(kvmem_memory * memory);
 
 // log
 

@@ -239,9 +239,10 @@ class TieredMemory:
             has_begun = ws.n_pending > 0 or ws.n_tokens != start
             if ws.n_pending:
                 ws.rollback()
-            # a cancel before the batch leaves a recurrent state as it was; of anything else, a
-            # Ctrl-C behind the batch for one, that is not known
-            is_clean = isinstance(error, Cancelled) and self.port.is_recurrent_valid
+            # a cancel before the batch leaves a recurrent state as it was, and one that a signal
+            # handler raises may come behind it; of other errors that is not known
+            last_pos = ws.pos[start - 1, 0] if start else -1
+            is_clean = isinstance(error, Cancelled) and self.port.recurrent_pos == last_pos
             if has_begun and self.is_hybrid and not is_clean:
                 self.go_back(start)
             raise

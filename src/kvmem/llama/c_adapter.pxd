@@ -113,6 +113,7 @@ cdef extern from "kvmem.h" nogil:
 
     int kvmem_recurrent_rollback(kvmem_memory *memory, uint32_t n_tokens)
     int kvmem_recurrent_valid(const kvmem_memory *memory)
+    int kvmem_recurrent_pos(const kvmem_memory *memory)
     void kvmem_recurrent_restored(kvmem_memory *memory)
 
     void kvmem_log_install()

@@ -164,6 +164,13 @@ cdef class LlamaPort(DevicePort):
         return a.kvmem_recurrent_valid(self.context.memory()) != 0
 
     @property
+    def recurrent_pos(self):
+        """Position of the last token that the recurrent state has seen; -1 for none, None where the
+        state is not usable.
+        """
+        return a.kvmem_recurrent_pos(self.context.memory()) if self.is_recurrent_valid else None
+
+    @property
     def transfer(self):
         """How rows are copied: "generic" (ggml's copies), "cuda" (whole records), or "cuda+generic"
         where some layers are not on a CUDA device.
