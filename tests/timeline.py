@@ -6,6 +6,8 @@ these, and never goes back, must give the same logits.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +27,41 @@ def effective(calls: Sequence[Call]) -> list[Call]:
     for call in calls:
         while kept and kept[-1].start >= call.start:
             kept.pop()
-        n_read = sum(len(one.tokens) for one in kept)
+        if kept and kept[-1].outputs == "all":  # proposals, of which the rest was rejected
+            kept[-1] = replace(kept[-1], n_stays=call.start - kept[-1].start)
+        n_read = sum(len(one.tokens) if one.n_stays is None else one.n_stays for one in kept)
         assert n_read == call.start, f"{call.start} follows {n_read} tokens"
         kept.append(call)
     return kept
 
 
-def differs_from_stock(path: Path, calls: Sequence[Call], **settings: Any) -> float:
-    """Largest difference of a logit to plain llama.cpp that reads everything again."""
+ROUNDING = 1e-4
+"""Of the logits of a prompt that has drafts behind it: differs_from_stock says why."""
+
+
+def differs_from_stock(
+    path: Path, calls: Sequence[Call], *, n_drafts: int = 0, **settings: Any
+) -> float:
+    """Largest difference of a logit to plain llama.cpp that reads everything again.
+
+    n_drafts: with them, llama.cpp removes what was rejected of a batch in its own way, from a state
+    for each of the last tokens. A draft head wants the hidden rows of all tokens of a prompt, for
+    which the last layer runs over all of them and not over the last alone; that rounds otherwise.
+    So a prompt's own logits are held to ROUNDING, and all that replies come from counts as it is.
+    """
     kept = effective(calls)
     rows = []
-    with stock_context(path, **settings) as context:
+    with stock_context(path, n_rs_seq=n_drafts, **settings) as context:
         for call in kept:
             context.decode(call.tokens, call.pos, outputs=call.outputs)
             rows.append(None if call.logits is None else context.logits(-1))
-    return largest_difference(kept, rows)
+            if call.n_stays not in (None, len(call.tokens)):
+                assert context.seq_rm(0, call.start + call.n_stays, -1)
+    if not n_drafts:
+        return largest_difference(kept, rows)
+    assert largest_difference(kept, rows) < ROUNDING
+    of_reply = [len(call.tokens) == 1 or call.outputs == "all" for call in kept]
+    return largest_difference(list(compress(kept, of_reply)), list(compress(rows, of_reply)))
 
 
 def differs_from_twin(path: Path, calls: Sequence[Call], **memory: object) -> float:

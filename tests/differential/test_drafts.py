@@ -12,20 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import SIZES, Recorded, ask, random_tokens, record
+from engines import SIZES, Recorded, ask, foresee, random_tokens, record
 from handset import fact, write_handset
-from numpy.typing import NDArray
 from recall_heldout import Outcome, Setting, ask_all, load
 
-from kvmem.engine.draft import Drafter, Worth
+from kvmem.engine.draft import Worth
 from kvmem.engine.events import Done, TokenEvent
 from kvmem.engine.prompt import Prompt, Span
 from kvmem.engine.sampling import GenerateParams, SamplingParams
 from kvmem.engine.stats import RequestStats
 from kvmem.errors import DecodeError
 from kvmem.llama.context import CancelToken
-
-I32 = NDArray[np.int32]
 
 N_SCRIPT = 100
 """Longer than the reserve, so that blocks of the reply leave while it is played."""
@@ -235,23 +232,6 @@ def test_the_head_holds_what_reading_the_same_tokens_gives(
             np.testing.assert_allclose(rows, rows_of_head(recorded, block), atol=0.02)
             assert np.abs(rows).max() > 0.5
         np.testing.assert_allclose(hidden, recorded.memory.drafter.hidden, atol=0.02)
-
-
-def foresee(drafter: Drafter, history: Sequence[int]) -> None:
-    """Let it propose what the reply will be, but for every fifth token: as random weights never do.
-
-    The head makes its own proposals all the same.
-    """
-    plain = drafter.propose
-
-    def propose(cells: I32, token: I32, pos: I32, n: int) -> I32:
-        plain(cells, token, pos, n)
-        start = int(pos[0]) + 1
-        ahead = [*history[start : start + n], *[0] * n][:n]
-        return np.array([(t + 1) % 250 if (start + i) % 5 == 0 else t
-                         for i, t in enumerate(ahead)], np.int32)  # fmt: skip
-
-    drafter.propose = propose  # type: ignore[method-assign]
 
 
 def rows_of_head(recorded: Recorded, block: int) -> Any:

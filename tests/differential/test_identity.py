@@ -6,13 +6,15 @@ next one in position order, so attention sums in the same order as in a stock ca
 GPU too: there, heads of 32 have their attention on the CPU, over the scheduler's copy of the cache.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from engines import Call, ask, random_tokens, record
+from engines import Call, ask, foresee, random_tokens, record
 from stock import largest_difference, replay, stock_context
+from timeline import differs_from_stock, effective
 
 from kvmem.llama.vocab import Vocab
 
@@ -98,3 +100,54 @@ def test_the_comparison_sees_one_wrong_token(tiny_llama: Path) -> None:
     calls[0].tokens[3] ^= 1
     with stock_context(tiny_llama) as context:
         assert largest_difference(calls, replay(context, calls)) > 0.1
+
+
+def talk_30_turns(
+    path: Path, types: tuple[str, str], n_drafts: int, ahead: Sequence[int] = ()
+) -> tuple[list[Call], list[int], int]:
+    """The calls, the history with its replies, and how many drafts were accepted.
+
+    The history only grows, save for the end of every fifth reply, which is dropped. ahead: what the
+    drafts propose.
+    """
+    settings = {"budget_tokens": 2048, "n_drafts": n_drafts}
+    with record(path, **settings, type_k=types[0], type_v=types[1]) as recorded:
+        if ahead:
+            drafter = recorded.memory.drafter
+            assert drafter is not None
+            foresee(drafter, ahead)
+        history: tuple[int, ...] = ()
+        n_accepted = 0
+        for turn in range(30):
+            history += random_tokens(25, seed=turn)
+            reply = ask(recorded.session, history, max_tokens=10)
+            assert reply.stats.memory.decision == "all_resident"
+            n_accepted += reply.stats.draft_n_accepted
+            history += reply.tokens[: 6 if turn % 5 == 4 else None]
+            recorded.memory.check()
+        return recorded.calls, list(history), n_accepted
+
+
+@pytest.mark.parametrize("types", KV_TYPES, ids="-".join)
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("qwen35_mtp", {}),
+        pytest.param("qwen35_64", {}, marks=pytest.mark.slow),
+        pytest.param("qwen35moe", {"mtp": True}, marks=pytest.mark.slow),
+    ],
+    ids=["qwen35", "qwen35_64", "qwen35moe"],
+)
+def test_30_turns_of_a_hybrid_are_stock_llama_with_drafts_and_without(
+    kind: str, changes: dict[str, bool], types: tuple[str, str], tiny: Callable[..., Path]
+) -> None:
+    """Stock llama.cpp takes rejected drafts out of its own snapshots."""
+    path = tiny(kind, **changes)
+    calls, said, _ = talk_30_turns(path, types, 0)
+    settings: dict[str, Any] = {"type_k": types[0], "type_v": types[1]}
+    assert differs_from_stock(path, calls, **settings) == 0
+    for ahead in ((), said):
+        calls, _, n_accepted = talk_30_turns(path, types, 3, ahead)
+        assert any(call.n_stays not in (None, len(call.tokens)) for call in effective(calls))
+        assert n_accepted > 50 or not ahead
+        assert differs_from_stock(path, calls, n_drafts=3, **settings) == 0
