@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engines import ENDLESS, Recorded, Reply, make_config, random_tokens, record
-from stock import stock_context
+from stock import require_tie
 
 from kvmem.engine.calibration import Calibration
 from kvmem.engine.conversations import PARKED_CHECKPOINTS, Conversations
@@ -387,26 +387,6 @@ def players() -> list[Player]:
         Player(i, Chat(random_tokens(130, 7 if i < 3 else 100 + i)), np.random.default_rng(i))
         for i in range(6)
     ]
-
-
-TIE = 0.02
-"""Stock llama.cpp's logits of these models differ by up to 0.011 between batches of 128 and of 9,
-as flash attention reads K and V as f16: two tokens closer than twice that may change places."""
-
-
-def require_tie(
-    path: Path, prompt: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]
-) -> None:
-    """AssertionError unless the replies part where stock llama.cpp has two tokens side by side."""
-    at = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
-    tokens = np.array([*prompt, *one[:at]], np.int32)
-    with stock_context(path, type_k="f32", type_v="f32") as context:
-        for start in range(0, len(tokens), 128):
-            chunk = tokens[start : start + 128]
-            context.decode(chunk, np.arange(start, start + len(chunk), dtype=np.int32))
-        logits = context.logits(-1)
-    best = logits.max()
-    assert best - logits[one[at]] < TIE and best - logits[other[at]] < TIE, f"token {at}"
 
 
 def random_trial(path: Path, n_requests: int, n_drafts: int = 0) -> None:

@@ -1,0 +1,227 @@
+"""Agents over a hundred turns on a hybrid model: each reply is right, and little is read for it.
+
+A seeded agent does what agents do to their history, and is disturbed; its twin, on an engine of its
+own, sends the same requests without any disturbance. Their replies are the same after every turn.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from engines import ENDLESS, Reply, make_config, record
+from stock import require_tie
+
+from kvmem.engine.conversations import common_prefix
+from kvmem.engine.engine import Engine
+from kvmem.engine.events import Done, TokenEvent
+from kvmem.engine.prompt import Prompt, RoleSpan, Span
+from kvmem.engine.sampling import GenerateParams
+from kvmem.engine.session import Session
+
+Tokens = tuple[int, ...]
+Role = Literal["system", "user", "assistant", "tool"]
+
+OPENING: dict[Role, Tokens] = {
+    "system": (1, 2, 3), "user": (1, 4, 3), "assistant": (1, 5, 3), "tool": (1, 6, 3)
+}  # fmt: skip
+"""What a template puts in front of a message."""
+COMPACT_AT = 1500
+"""Tokens of history at which a summary takes its place."""
+
+SIZES = {
+    "workspace_tokens": 4096, "reserve_tokens": 64, "conversations": 4,
+    "conversations_bytes": 8 << 20, "type_k": "f32", "type_v": "f32",
+}  # fmt: skip
+ENOUGH, LITTLE = 4096, 512
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """thinking: in front of the text, as long as no user has spoken after it."""
+
+    role: Role
+    text: Tokens
+    thinking: Tokens = ()
+
+
+def render(messages: list[Message]) -> Prompt:
+    """As a template does it. Thinking is dropped from all before the last user message."""
+    last_user = max((i for i, one in enumerate(messages) if one.role == "user"), default=0)
+    tokens: list[int] = []
+    spans = []
+    for i, one in enumerate(messages):
+        tokens += OPENING[one.role]
+        text = one.thinking + one.text if i > last_user else one.text
+        spans.append(RoleSpan(one.role, Span(len(tokens), len(tokens) + len(text))))
+        tokens += text
+    users = [item.span for item in spans if item.role == "user"]
+    return Prompt(
+        tokens=(*tokens, *OPENING["assistant"]),
+        spans=tuple(spans),
+        query_span=users[-1] if users else None,
+    )
+
+
+def generate(session: Session, prompt: Prompt) -> Reply:
+    params = GenerateParams(sampling=ENDLESS, max_tokens=8)
+    events = list(session.generate(prompt, params))
+    done = events[-1]
+    assert isinstance(done, Done)
+    return Reply(tuple(e.token for e in events if isinstance(e, TokenEvent)), done)
+
+
+@dataclass
+class Agent:
+    """Its turns are drawn, and depend on the replies that it hears alone."""
+
+    seed: int
+    history: list[Message] = field(default_factory=list)
+    reminder: Message | None = None
+
+    def __post_init__(self) -> None:
+        self._random = np.random.default_rng(self.seed)
+        self.history = [Message("system", self._text(80, 160))]
+
+    def _text(self, low: int, high: int) -> Tokens:
+        n = int(self._random.integers(low, high))
+        return tuple(self._random.integers(10, 250, n).tolist())
+
+    def next(self) -> list[Message]:
+        """The messages of the next request."""
+        random = self._random
+        if self.reminder is not None and random.random() < 0.5:  # as the assistant's: else dropped
+            self.history.insert(-1, Message("assistant", self.reminder.text))
+        self.reminder = None
+        if len(render(self.history).tokens) > COMPACT_AT:
+            if self.history[-1].role == "user":  # its summary has come: it takes all their place
+                self.history = [self.history[0], Message("user", self._text(60, 120))]
+            else:
+                self.history.append(Message("user", self._text(8, 16)))
+            return self.history
+        if len(self.history) == 1 or random.random() < 0.3:
+            self.history.append(Message("user", self._text(5, 40)))
+        else:
+            self.history.append(Message("tool", self._text(10, 80)))
+        if random.random() < 0.2:
+            self.reminder = Message("user", self._text(10, 30))
+            return [*self.history, self.reminder]
+        return self.history
+
+    def hear(self, reply: Tokens) -> None:
+        """The reply becomes history: trimmed, or with thinking in it that is dropped later."""
+        if len(render(self.history).tokens) > COMPACT_AT and self.history[-1].role == "user":
+            return  # a summary
+        how = self._random.random()
+        if how < 0.2:
+            reply = reply[int(self._random.integers(0, 2)) : -int(self._random.integers(1, 3))]
+        n_thinking = 4 if how > 0.6 else 0
+        self.history.append(Message("assistant", reply[n_thinking:], reply[:n_thinking]))
+
+
+@dataclass
+class Reading:
+    """What the turns of an agent cost, in tokens."""
+
+    new: int = 0
+    read: int = 0
+    longest_gap: int = 0
+
+    def add(self, n_new: int, n_read: int) -> None:
+        self.new += n_new
+        self.read += n_read
+        self.longest_gap = max(self.longest_gap, n_read - n_new)
+
+
+def play(path: Path, seed: int, n_turns: int, *, stops: bool, **memory: object) -> Reading:
+    """An agent that is disturbed, and its twin that is not. Checks every turn.
+
+    It is disturbed by requests for a title, below the same system prompt, and by first tries that
+    are cancelled, before a decode call or right behind it (stops).
+    """
+    agent, twin = Agent(seed), Agent(seed)
+    reading, disturbing = Reading(), np.random.default_rng(1000 + seed)
+    settings = {**SIZES, **memory}
+    before: Tokens = ()  # what the history holds, as far as its client knows
+    saved: list[int] = []  # points that it can go back to
+    n_ties = 0
+    with record(path, **settings) as recorded, Engine(make_config(path, **settings)) as alone:
+        session, other = recorded.session, alone.session()
+        for turn in range(n_turns):
+            messages = agent.next()
+            prompt = render(messages)
+            kind = disturbing.random()
+            if kind < 0.1:
+                title = [
+                    agent.history[0],
+                    Message("user", tuple(disturbing.integers(10, 250, 30).tolist())),
+                ]
+                generate(session, render(title))
+            elif kind < 0.25 and stops:
+                recorded.context.stop_at = int(disturbing.integers(1, 6))
+                recorded.context.stop_behind = bool(disturbing.random() < 0.5)
+                stopped = generate(session, prompt)
+                recorded.context.stop_at = 0
+                assert stopped.done.reason in ("cancelled", "length")
+            reply = generate(session, prompt)
+            assert session.conversations is not None
+            session.conversations.check()
+            recorded.calls.clear()
+
+            shared = common_prefix(
+                np.array(before, np.int32), np.array(prompt.tokens[:-1], np.int32)
+            )
+            at = max((n for n in saved if n <= shared), default=0)
+            held = shared if shared == len(before) else at
+            n_read = reply.stats.prompt_tokens - reply.stats.cached_tokens
+            assert n_read <= len(prompt.tokens) - held, f"turn {turn}"
+            reading.add(len(prompt.tokens) - shared, n_read)
+            before = (*prompt.tokens, *reply.tokens[:-1])
+            saved = reply.stats.memory.checkpoints
+
+            assert render(twin.next()) == prompt
+            expected = generate(other, prompt)
+            if reply.tokens != expected.tokens:
+                require_tie(path, prompt.tokens, reply.tokens, expected.tokens)
+                n_ties += 1
+            agent.hear(expected.tokens)
+            twin.hear(expected.tokens)
+    assert n_ties <= 1 + n_turns // 20
+    return reading
+
+
+def play_all(path: Path, seeds: range, n_turns: int, budget: int, n_drafts: int = 0) -> None:
+    """Prints what each agent's turns cost, and holds all of it to what was new.
+
+    Where the history is beyond the budget no turn is cancelled: read in other pieces, a block is
+    read with others in sight.
+    """
+    for seed in seeds:
+        reading = play(
+            path, seed, n_turns, stops=budget == ENOUGH, budget_tokens=budget, n_drafts=n_drafts
+        )
+        print(
+            f"agent {seed}: {n_turns} turns, {reading.new / n_turns:.0f} tokens new and "
+            f"{reading.read / n_turns:.0f} read a turn, at most {reading.longest_gap} beside them"
+        )
+        assert reading.read < reading.new + 3 * n_turns
+
+
+TRIALS = [("qwen35", ENOUGH, 0), ("qwen35", LITTLE, 0), ("qwen35_mtp", ENOUGH, 3)]
+
+
+@pytest.mark.parametrize(("kind", "budget", "n_drafts"), TRIALS)
+def test_20_turns_of_two_agents(
+    kind: str, budget: int, n_drafts: int, tiny: Callable[..., Path]
+) -> None:
+    play_all(tiny(kind), range(2), 20, budget, n_drafts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "budget", "n_drafts"), TRIALS)
+def test_100_turns_of_ten_agents(
+    kind: str, budget: int, n_drafts: int, tiny: Callable[..., Path]
+) -> None:
+    play_all(tiny(kind), range(10), 100, budget, n_drafts)
