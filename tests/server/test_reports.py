@@ -20,6 +20,7 @@ import pytest
 import tiny_vocab
 from live import WAIT_S, Server, serving
 from server_fake import until
+from serving import Message, letters, said, user
 from starlette.testclient import TestClient
 
 from kvmem.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
@@ -35,21 +36,6 @@ ENDS = {
     str(FIRST_CONTROL + tiny_vocab.CONTROL.index(text)): -100
     for text in ("<|endoftext|>", "<|im_end|>")
 }
-
-Message = dict[str, str]
-
-
-def words(n_tokens: int, seed: int = 0) -> str:
-    """Text of about n tokens: single letters, and a space before each."""
-    return "".join(f" {chr(97 + (seed * 13 + i * i * 7 + i) % 26)}" for i in range(n_tokens // 2))
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def said(text: str) -> Message:
-    return {"role": "assistant", "content": text}
 
 
 @contextmanager
@@ -108,13 +94,13 @@ def test_a_reply_longer_than_the_reserve(kind: str, tiny: Any) -> None:
     """Case R01: streamed and not, with end tokens ignored or biased; then a short chat."""
     path = tiny(kind)
     with client_of(path, enabled=False) as client:
-        ref = chat(client, user(words(600)), max_tokens=500, ignore_eos=True)
+        ref = chat(client, user(letters(600)), max_tokens=500, ignore_eos=True)
         short_ref = chat(client, user("hello"), max_tokens=20)
     texts = set()
     for fields in ({}, {"stream": True}):
         for ending in ENDLESS.values():
             with client_of(path, reserve_tokens=64) as client:
-                reply = chat(client, user(words(600)), max_tokens=500, **ending, **fields)
+                reply = chat(client, user(letters(600)), max_tokens=500, **ending, **fields)
                 assert (reply["end"], reply["usage"]["completion_tokens"]) == ("length", 500)
                 texts.add(reply["text"])
                 assert chat(client, user("hello"), max_tokens=20)["text"] == short_ref["text"]
@@ -122,7 +108,7 @@ def test_a_reply_longer_than_the_reserve(kind: str, tiny: Any) -> None:
     if kind != "llama":  # checkpoints split its reading, so REF would round elsewhere
         return
     with client_of(path, budget_tokens=ENOUGH, reserve_tokens=64) as client:
-        reply = chat(client, user(words(600)), max_tokens=500, ignore_eos=True)
+        reply = chat(client, user(letters(600)), max_tokens=500, ignore_eos=True)
         assert reply["text"] == ref["text"]
         assert chat(client, user("hello"), max_tokens=20)["text"] == short_ref["text"]
 
@@ -133,9 +119,9 @@ def test_new_text_wider_than_the_budget(kind: str, tiny: Any) -> None:
     path = tiny(kind)
 
     def talk(client: TestClient) -> list[dict[str, Any]]:
-        start = user(words(300, 1))
+        start = user(letters(300, 1))
         first = chat(client, start, max_tokens=8)
-        grown = (start, said(first["text"]), user(words(2000, 2)))
+        grown = (start, said(first["text"]), user(letters(2000, 2)))
         return [first, *(chat(client, *grown, max_tokens=8) for _ in range(3))]
 
     with client_of(path) as client:
@@ -193,14 +179,14 @@ def test_three_hundred_requests_leave_a_server_flat(
     with serving("-m", str(tiny_llama), *args) as server:
         address = server.address()
         idle = status_bytes(server, "VmRSS")
-        talks: list[list[Message]] = [[user(words(150 + 10 * i, i))] for i in range(20)]
+        talks: list[list[Message]] = [[user(letters(150 + 10 * i, i))] for i in range(20)]
         sizes, numbers = [], count()
 
         def turn(i: int) -> None:
             talk = talks[i % 20]
             text = post(address, *talk, max_tokens=64)
             if i < 260:
-                talk += [said(text), user(words(10, i))]
+                talk += [said(text), user(letters(10, i))]
             if next(numbers) % 10 == 9:
                 sizes.append(status_bytes(server, "VmRSS"))
 
@@ -225,7 +211,7 @@ def test_a_host_limit_is_no_allocation(tiny_llama: Path) -> None:
             idle.append(status_bytes(server, "VmRSS"))
             committed.append(status_bytes(server, "VmData"))
             for i in range(50):
-                post(address, user(words(300, i)), max_tokens=4)
+                post(address, user(letters(300, i)), max_tokens=4)
             used.append(status_bytes(server, "VmRSS"))
             assert server.stop() == 130
     assert max(idle) < min(idle) + 16 * MIB
@@ -276,5 +262,5 @@ def test_an_uneven_budget_serves_long_requests(tiny_llama: Path) -> None:
         server.until("300.*288")
         address = server.address()
         for seed in range(3):
-            assert post(address, user(words(1500, seed)), max_tokens=8)
+            assert post(address, user(letters(1500, seed)), max_tokens=8)
         assert server.stop(signal.SIGINT) == 130
