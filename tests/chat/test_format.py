@@ -236,6 +236,11 @@ def test_tools_of_other_types_are_left_out_with_a_note(vocab: Vocab) -> None:
             "response_format",
             "cannot be enforced: pattern at #/properties/a",
         ),
+        (
+            {"json_schema": {"type": "object", "properties": {"a": True}}},
+            "response_format",
+            "cannot be enforced: JSON schema error at #/properties/a",
+        ),
         ({"grammar": "root ::= ("}, "grammar", "does not parse"),
         (
             {"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000},

@@ -186,7 +186,8 @@ class TemplateFormat:
     ) -> RequestError:
         """The error with the tool or the message that it is about, where one can be found."""
         reason = _reason(error)
-        if request.schema is not None and "grammar" in reason:
+        is_schemas = "grammar" in reason or reason.startswith("JSON schema error")
+        if request.schema is not None and is_schemas:
             return FieldError("response_format", f"cannot be enforced: {reason}")
         for tool in request.tools:
             try:
