@@ -107,6 +107,18 @@ def test_a_stop_text_ends_it_and_is_not_shown() -> None:
     assert body["stopping_word"] == "END"
 
 
+def test_tokens_behind_a_stop_text_are_not_counted() -> None:
+    pieces = [b"a", b"STOP", *[b"more"] * 1000]
+    assert (
+        post(FakeBackend(Script(pieces)), "/completion", stop="STOP").json()["tokens_predicted"]
+        == 2
+    )
+    for stream in (False, True):
+        reply = post(FakeBackend(Script(pieces)), "/v1/completions", stop="STOP", stream=stream)
+        body = events_of(reply.text)[-1] if stream else reply.json()
+        assert body["usage"]["completion_tokens"] == 2
+
+
 def test_several_prompts_get_a_reply_each() -> None:
     backend = FakeBackend(Script([b"a"]), Script([b"b"]))
     bodies = post(backend, "/completion", prompt=["x", [1, 2]]).json()

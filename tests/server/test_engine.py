@@ -170,8 +170,12 @@ def test_models_tells_the_workspace(client: TestClient) -> None:
 def test_a_stop_text_of_the_real_tokenizer(client: TestClient) -> None:
     text = text_of(chat(client, user("tell me"), max_tokens=40, ignore_eos=True))
     stop = text[5:7]
-    reply = chat(client, user("tell me"), max_tokens=40, ignore_eos=True, stop=[stop])
+    reply = chat(
+        client, user("tell me"), max_tokens=400, ignore_eos=True, stop=[stop], logprobs=True
+    )
     assert text_of(reply) == text[: text.index(stop)]
+    told = reply["choices"][0]["logprobs"]["content"]
+    assert len(told) == reply["usage"]["completion_tokens"], "nothing from behind the stop text"
     assert reply["choices"][0]["finish_reason"] == "stop"
 
 

@@ -145,15 +145,19 @@ def test_a_reply_that_ends_inside_a_character() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_text_ends_the_reply_and_the_work(stream: bool) -> None:
     backend = FakeBackend(Script([b"one ST", b"OP", b" two"] + [b"more"] * 1000))
-    response = post(backend, stop=["STOP"], stream=stream)
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    response = post(backend, stop=["STOP"], **options)
     if stream:
-        chunks = chunks_of(response.text)
+        *chunks, last = chunks_of(response.text)
+        usage = last["usage"]
         text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
         reason = chunks[-1]["choices"][0]["finish_reason"]
     else:
         choice = response.json()["choices"][0]
+        usage = response.json()["usage"]
         text, reason = choice["message"]["content"], choice["finish_reason"]
     assert (text, reason) == ("one ", "stop")
+    assert usage["completion_tokens"] == 2, "however many were decoded before the cancel"
     assert backend.ends in (["cancelled"], ["stop"])  # the script may be faster than the cancel
 
 

@@ -98,6 +98,7 @@ class ReplyReader:
     used_ids: ids of earlier calls, which no new call may have.
 
     is_stopped: a stop text has come; the reply is to be ended.
+    n_tokens: tokens that were read, the one that completed a stop text included.
     reasoning_tokens: tokens up to the end of thinking.
     notes: what a reader of the reply should know.
     """
@@ -118,6 +119,7 @@ class ReplyReader:
         self._thinking = _ThinkingCounter(thinking or ThinkingTags())
         self._n_calls = 0
         self._is_finished = False
+        self.n_tokens = 0
         self.notes: list[str] = []
 
     @property
@@ -134,6 +136,7 @@ class ReplyReader:
         for event in events:
             if self.is_stopped:
                 break
+            self.n_tokens += 1
             piece = self._text.feed(self._preserved.get(event.token, event.piece))
             self._thinking.feed(piece)
             text += piece

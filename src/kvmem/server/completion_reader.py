@@ -31,12 +31,14 @@ class Tick:
 class WholeReply:
     """A completion that is done.
 
-    stopped_by: the stop text that ended it, or nothing. has_new_line: somewhere in its text.
+    stopped_by: the stop text that ended it, or nothing; stopped_after: so many tokens, or None.
+    has_new_line: somewhere in its text.
     """
 
     piece: Piece
     done: Done
     stopped_by: str
+    stopped_after: int | None
     has_new_line: bool
 
 
@@ -65,6 +67,7 @@ async def read_completion(
     text = ReplyText(stops)
     waiting = Piece()
     has_new_line = False
+    n_tokens = 0
     events = [] if first is None else [first]
     while True:
         if not events:
@@ -82,9 +85,11 @@ async def read_completion(
                 if waiting.text:
                     yield waiting
                     waiting = Piece()
-                yield WholeReply(waiting, event, text.stopped_by, has_new_line)
+                stopped_after = n_tokens if text.is_stopped else None
+                yield WholeReply(waiting, event, text.stopped_by, stopped_after, has_new_line)
                 return
             elif not text.is_stopped:
+                n_tokens += 1
                 waiting.text += text.feed(event.piece)
                 waiting.tokens.append(event.token)
                 likely = event.logprobs or event.chances

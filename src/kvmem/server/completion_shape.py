@@ -66,7 +66,9 @@ class NativeShape:
             "id_slot": 0,
             "stop": True,
             "model": self._model,
-            "tokens_predicted": stats.completion_tokens,
+            "tokens_predicted": usage_of(stats, stopped_after=reply.stopped_after)[
+                "completion_tokens"
+            ],
             "tokens_evaluated": stats.prompt_tokens,
             "generation_settings": dict(self._rendered.settings),
             "prompt": self._rendered.texts[index],
@@ -106,7 +108,7 @@ class OpenAiShape:
         choices = [
             _choice(i, reply.piece, _finish_reason(reply)) for i, reply in enumerate(replies)
         ]
-        usage = [usage_of(reply.done.stats) for reply in replies]
+        usage = [usage_of(reply.done.stats, stopped_after=reply.stopped_after) for reply in replies]
         body = {**self._head, "choices": choices, "usage": sum_usage(usage)}
         if len(replies) == 1:
             body["timings"] = timings_of(replies[0].done.stats)
@@ -129,7 +131,7 @@ class OpenAiShape:
         return {
             **self._head,
             "choices": [_choice(index, Piece(), _finish_reason(reply))],
-            "usage": usage_of(stats),
+            "usage": usage_of(stats, stopped_after=reply.stopped_after),
             "timings": timings_of(stats),
         }
 

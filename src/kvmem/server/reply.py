@@ -218,9 +218,11 @@ async def _read(
         events = []
         delta = Delta()
         if tokens and not reader.is_stopped:
+            before = reader.n_tokens
             delta = reader.feed(tokens)
-            waiting += [token.logprobs for token in tokens if token.logprobs is not None]
-            n_waiting += len(tokens)
+            read = tokens[: reader.n_tokens - before]  # without those behind a stop text
+            waiting += [token.logprobs for token in read if token.logprobs is not None]
+            n_waiting += len(read)
             if reader.is_stopped:
                 generation.cancel()
         if delta:

@@ -42,12 +42,19 @@ def encode(body: dict[str, Any]) -> bytes:
     return b"data: " + text.encode() + b"\n\n"
 
 
-def usage_of(stats: RequestStats, *, reasoning_tokens: int = 0) -> dict[str, Any]:
-    """Token counts, in OpenAI's spelling and in DeepSeek's."""
+def usage_of(
+    stats: RequestStats, *, stopped_after: int | None = None, reasoning_tokens: int = 0
+) -> dict[str, Any]:
+    """Token counts, in OpenAI's spelling and in DeepSeek's.
+
+    stopped_after: tokens up to a stop text, where one ended the reply: a few more may have been
+        decoded until that was seen, which `timings` count and nobody gets.
+    """
+    n_tokens = stats.completion_tokens if stopped_after is None else stopped_after
     return {
         "prompt_tokens": stats.prompt_tokens,
-        "completion_tokens": stats.completion_tokens,
-        "total_tokens": stats.prompt_tokens + stats.completion_tokens,
+        "completion_tokens": n_tokens,
+        "total_tokens": stats.prompt_tokens + n_tokens,
         "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "prompt_cache_hit_tokens": stats.cached_tokens,
@@ -172,7 +179,12 @@ class ReplyShape:
 
     def _usage(self, ends: Sequence[tuple[Done, ReplyReader]]) -> dict[str, Any]:
         counts = [
-            usage_of(done.stats, reasoning_tokens=reader.reasoning_tokens) for done, reader in ends
+            usage_of(
+                done.stats,
+                stopped_after=reader.n_tokens if reader.is_stopped else None,
+                reasoning_tokens=reader.reasoning_tokens,
+            )
+            for done, reader in ends
         ]
         return {"usage": sum_usage(counts)}
 
