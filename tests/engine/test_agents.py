@@ -175,6 +175,7 @@ def play(path: Path, seed: int, n_turns: int, *, stops: bool, **memory: object) 
             )
             at = max((n for n in saved if n <= shared), default=0)
             held = shared if shared == len(before) else at
+            assert reply.stats.memory.decision != "replay_skipped"
             n_read = reply.stats.prompt_tokens - reply.stats.cached_tokens
             assert n_read <= len(prompt.tokens) - held, f"turn {turn}"
             reading.add(len(prompt.tokens) - shared, n_read)

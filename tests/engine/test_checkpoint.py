@@ -70,6 +70,18 @@ def test_a_state_comes_back_and_later_ones_are_forgotten() -> None:
     assert checkpoints.positions == [10, 20]
 
 
+@pytest.mark.parametrize("is_needed", [False, True])
+def test_the_one_that_a_second_pass_begins_from_stays(is_needed: bool) -> None:
+    """Close to the end and to the one before, it would be the first to go."""
+    checkpoints, _, _ = make(limit=4)
+    for n_tokens in (100, 800, 960, 970):
+        checkpoints.save(n_tokens)
+    if is_needed:
+        checkpoints.needed = 970
+    checkpoints.save(1050)
+    assert checkpoints.positions == [100, 800, 970 if is_needed else 960, 1050]
+
+
 def test_the_same_point_is_saved_once() -> None:
     checkpoints, _, budget = make()
     assert checkpoints.save(10)

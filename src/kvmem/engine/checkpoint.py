@@ -6,6 +6,7 @@ Recurrent states by position. A hybrid model can go back to these and nowhere el
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +46,8 @@ class Checkpoints:
     limit: how many are kept. When one too many is saved, the least missed one goes (see
     `_least_missed`), so that they stand densely where a history changes again and again, near its
     end, and thinly far behind.
+    needed: tokens before the one that a second pass may begin from: it stays until it is the last
+    that could go.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Checkpoints:
         self._saved: list[Checkpoint] = []
         self._spare = [] if spare is None else spare
         self._make_room = make_room
+        self.needed = 0
 
     def __len__(self) -> int:
         return len(self._saved)
@@ -176,10 +180,13 @@ class Checkpoints:
         A history that changes right behind a checkpoint at h is read again from h to its end at e.
         Without that checkpoint the way begins at the one before, at b: it is (e - b) / (e - h)
         times as long. The smallest ratio goes. The newest stays, and so does the first: other
-        conversations begin with the same system prompt.
+        conversations begin with the same system prompt. The needed one goes last.
         """
         *behind, end = self.positions
-        ratios = [(end - before) / (end - here) for before, here in pairwise(behind)]
+        ratios = [
+            inf if here == self.needed else (end - before) / (end - here)
+            for before, here in pairwise(behind)
+        ]
         return 1 + ratios.index(min(ratios)) if ratios else 0
 
     def _drop(self, index: int) -> None:

@@ -187,6 +187,7 @@ class PromptReader:
         start = max(tail, n_total - FALLBACK_QUERY_TOKENS)
         yield from passage.read_to(start)
         memory.save_checkpoint()
+        memory.checkpoints.needed = start
         with QueryTap(memory, passage.tokens, range(start, n_total)) as tap:
             yield from passage.read_to(n_total, phase="query_s", seal=False)
             query = question.join(tap.finish())
@@ -230,6 +231,7 @@ class PromptReader:
         with QueryTap(memory, passage.tokens, content) as tap:
             yield from passage.read_to(start)
             memory.save_checkpoint()
+            memory.checkpoints.needed = start
             seen_before = memory.working_set.resident()
             memory.active.question = None
             try:
