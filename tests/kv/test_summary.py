@@ -1,6 +1,7 @@
 """Summaries against the mean of the known pre-rotation keys."""
 
 import ctypes
+import signal
 import threading
 from dataclasses import replace
 
@@ -240,6 +241,29 @@ class TestSummaryWorker:
             gate.set()
             worker.flush()
             assert worker.summaries.n_blocks == 2
+
+    def test_what_an_interrupted_wait_left_is_waited_for_again(self) -> None:
+        """Until then its record is read: nothing may be dropped."""
+        gate = threading.Event()
+
+        def slow(source: int, target: int, n: int) -> None:
+            gate.wait(30)
+            dequantize_q8_0(source, target, n)
+
+        function = DEQUANTIZE(slow)
+        address = ctypes.cast(function, ctypes.c_void_p).value
+        layout = make_layout(type_k=Q8_0, dequantize=address)
+        history = make_history(layout, 1)
+        with SummaryWorker(KeySummaries(layout, [(0, 0)])) as worker:
+            worker.add(0, history.payloads[0].ctypes.data, history.block_pos(0))
+            me = threading.get_ident()
+            threading.Timer(0.2, signal.pthread_kill, (me, signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                worker.truncate(0)
+            assert worker.n_pending == 1
+            gate.set()
+            worker.truncate(0)
+            assert (worker.summaries.n_blocks, worker.n_pending) == (0, 0)
 
     def test_an_error_of_the_thread_is_raised_by_flush_and_the_block_can_come_again(self) -> None:
         layout = make_layout()

@@ -60,19 +60,21 @@ class SummaryWorker:
         """
         error: BaseException | None = None
         while self._pending:
-            raised = self._pending.popleft().exception()
+            raised = self._pending[0].exception()  # an interrupt while it waits leaves it queued
+            self._pending.popleft()
             error = error or raised
         self._n_blocks = self.summaries.n_blocks
         if error is not None:
             raise error
 
     def truncate(self, n_blocks: int) -> None:
-        """Wait, then forget the blocks from n_blocks on."""
+        """Wait, then forget the blocks from n_blocks on; those whose summary failed, too."""
         try:
             self.flush()
         finally:
-            self.summaries.truncate(n_blocks)
-            self._n_blocks = self.summaries.n_blocks
+            if not self._pending:  # an interrupt ended the wait: blocks are still being read
+                self.summaries.truncate(n_blocks)
+                self._n_blocks = self.summaries.n_blocks
 
     def attach(self, summaries: KeySummaries) -> None:
         """Feed these from now on. What was queued for the others is done, or its error raised."""
