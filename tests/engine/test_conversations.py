@@ -18,7 +18,7 @@ from kvmem.engine.events import Done, TokenEvent
 from kvmem.engine.prompt import Prompt, RoleSpan, Span
 from kvmem.engine.sampling import GenerateParams
 from kvmem.engine.session import Session
-from kvmem.errors import ConfigError, TransferError
+from kvmem.errors import CapacityError, ConfigError, TransferError
 from kvmem.llama.context import CancelToken
 
 MANY = {"conversations": 8, "type_k": "f32", "type_v": "f32"}
@@ -327,6 +327,92 @@ def test_a_switch_that_fails_loses_nothing(
         assert reply.stats.cached_tokens >= 200
         one.messages[1:] = []
         assert generate(session, one.prompt()).tokens == first.tokens
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen35"])
+def test_a_switch_that_fails_behind_the_blocks_leaves_no_state_of_another(
+    tiny: Callable[..., Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks of one are on the device, the recurrent state is still that of the other."""
+
+    def play(recorded: Recorded, *, fails: bool) -> tuple[int, ...]:
+        session = recorded.session
+        one, other = Chat(random_tokens(150, 1)), Chat(random_tokens(150, 2))
+        one.ask(session, random_tokens(50, 3))
+        other.ask(session, random_tokens(50, 4))
+        if fails:
+
+            def fail() -> None:
+                raise TransferError("by the test")
+
+            with monkeypatch.context() as patch, pytest.raises(TransferError):
+                patch.setattr(recorded.memory, "restore_order", fail)
+                one.ask(session, random_tokens(20, 5))
+            conversations_of(session).check()
+            one.messages.pop()
+        return one.ask(session, random_tokens(20, 5), max_tokens=40).tokens
+
+    settings = {**WHOLE, "ordered": True}
+    with record(tiny(kind), **settings) as recorded:
+        expected = play(recorded, fails=False)
+    with record(tiny(kind), **settings) as recorded:
+        assert play(recorded, fails=True) == expected
+
+
+def test_a_conversation_leaves_with_a_state_or_not_at_all(tiny_qwen35: Path) -> None:
+    """Its last checkpoint is what the host has left to give to its own open block."""
+    with record(tiny_qwen35, **{**WHOLE, "host_limit_bytes": 16 << 20}) as recorded:
+        session, memory = recorded.session, recorded.memory
+        one, other = Chat(random_tokens(150, 1)), Chat(random_tokens(150, 2))
+        one.ask(session, random_tokens(50, 3))
+        other.ask(session, random_tokens(50, 4))
+        while len(memory.checkpoints) > 1:
+            assert memory.checkpoints.give_way(least=1)
+        filler = memory.working_set.new_history().store
+        with pytest.raises(CapacityError):
+            for block in range(1 << 20):
+                filler.put(block, 0, np.zeros(filler.payload_bytes, np.uint8))
+        memory.host.charge(memory.host.free, "others")
+        seen = []
+
+        def look() -> None:
+            seen.append([(p.n_tokens, p.checkpoints.positions) for p in many.parked])
+
+        many = conversations_of(session)
+        recorded.context.on_decode = look
+        reply = one.ask(session, random_tokens(20, 5))
+        assert reply.stats.memory.conversation_use == "switched"
+        assert all(positions[-1:] == [n] for n, positions in seen[0])
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen35"])
+def test_a_branch_of_one_beyond_the_limit_of_several_is_alone(
+    tiny: Callable[..., Path], kind: str
+) -> None:
+    settings = {**WHOLE, "conversations_bytes": 2 << 20, "host_limit_bytes": 32 << 20}
+    with record(tiny(kind), **settings) as recorded:
+        session, memory = recorded.session, recorded.memory
+        chat = Chat(random_tokens(100, 1))
+        chat.ask(session, random_tokens(1700, 2), max_tokens=2)
+        chat.ask(session, random_tokens(5, 3), max_tokens=2)
+        assert memory.host.used > 2 << 20
+        chat.messages[2:] = [("user", random_tokens(30, 4))]
+        reply = generate(session, chat.prompt())
+        assert reply.stats.memory.conversation_use == "branched"
+        assert reply.stats.cached_tokens > 1700
+        assert len(conversations_of(session)) == 1
+        conversations_of(session).check()
+        conversations_of(session).clear()
+        n_kept = memory.working_set.history.table_bytes + memory.scratch.n_bytes
+        assert memory.host.used == n_kept, "all else is given back"
+
+
+def test_a_new_session_knows_nothing_of_the_last_one(tiny_llama: Path) -> None:
+    with record(tiny_llama, **WHOLE) as recorded:
+        Chat(random_tokens(99, 1), "theirs").ask(recorded.session, random_tokens(60, 2))
+        session = recorded.engine.session()
+        Chat(random_tokens(99, 3)).ask(session, random_tokens(60, 4))
+        assert [info.client_id for info in conversations_of(session).infos] == [None]
 
 
 def test_other_pairs_reach_a_conversation_when_it_comes_back(tiny_llama: Path) -> None:

@@ -120,7 +120,11 @@ class Conversations:
         """Forget all of them."""
         while self._parked:
             self._forget(self._parked[-1])
-        self._memory.clear()
+        memory = self._memory
+        memory.clear()
+        memory.active.question = memory.active.window = memory.active.client_id = None
+        memory.active.is_superseded = False
+        memory.active.last = LastPrompt()
         self._tidy()
         self.infos = ()
 
@@ -202,18 +206,18 @@ class Conversations:
             target.client_id = prompt.conversation_id
         present = memory.active
         self._needed = target
-        if present is not target:
-            self._bound_bytes()
         was_there = target in self._parked
-        if was_there:
-            self._parked.remove(target)
         try:
+            self._bound_bytes()
+            if was_there:
+                self._parked.remove(target)
             transfer = switch(memory, target, kept)
         except BaseException:
-            if memory.active is not target and target.n_tokens and was_there:
-                self._parked.append(target)
-            elif memory.active is not target:
-                forget(memory, target)
+            if memory.active is not target and target not in self._parked:
+                if was_there and target.n_tokens:
+                    self._parked.append(target)
+                else:
+                    forget(memory, target)
             if memory.active is not present:
                 self._keep(present)
             raise
@@ -275,7 +279,7 @@ class Conversations:
                     f"{self._limit_bytes} bytes: it cannot be kept beside another"
                 )
                 memory.clear()
-                break
+                return  # what is switched to is alone
         memory.host.set_limit(self._limit_bytes)
 
     def _tidy(self) -> None:

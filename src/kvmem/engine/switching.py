@@ -42,32 +42,34 @@ def switch(memory: TieredMemory, target: Conversation, n_tokens: int) -> Transfe
     """
     memory.try_seal()
     memory.worker.flush()
-    _end_at_checkpoint(memory)
+    if memory.port.is_recurrent_valid:
+        memory.save_checkpoint()
     try:
         transfer = _switch_blocks(memory, target)
-    except BaseException:
-        if memory.working_set.history is not memory.active.history:
-            memory.active = memory.conversation_of(memory.working_set.history)
-            memory.worker.attach(memory.active.summaries)
+        _make_active(memory, target)
+        if not memory.is_hybrid:
+            memory.restore_order()
+            memory.truncate(n_tokens)
+        elif memory.n_tokens:
+            memory.go_back(n_tokens)
+        else:
             memory.clear_device()
+    except BaseException:
+        _agree_again(memory, target)
         raise
-    memory.active = target
-    memory.worker.attach(target.summaries)
-    memory.restore_order()
-    if not memory.is_hybrid:
-        memory.truncate(n_tokens)
-    elif memory.n_tokens:
-        memory.go_back(n_tokens)
-    else:
-        memory.clear_device()
     memory.renew_summaries()
     return transfer
 
 
 def _switch_blocks(memory: TieredMemory, target: Conversation) -> Transfer:
     working_set = memory.working_set
+
+    def leave() -> Transfer:
+        _end_at_checkpoint(memory)  # each time: the last one may have given way
+        return working_set.switch(target.history)
+
     try:
-        return memory.with_room(lambda: working_set.switch(target.history))
+        return memory.with_room(leave)
     except HostCapacityError as error:
         memory.note(f"a conversation of {memory.n_tokens} tokens could not be kept: {error}")
         memory.clear()
@@ -75,13 +77,29 @@ def _switch_blocks(memory: TieredMemory, target: Conversation) -> Transfer:
 
 
 def _end_at_checkpoint(memory: TieredMemory) -> None:
-    """Before a hybrid history leaves the device: its state is saved, or it ends before."""
-    if not memory.is_hybrid or memory.n_tokens == 0:
-        return
-    if memory.port.is_recurrent_valid:
-        memory.save_checkpoint()
-    if memory.checkpoints.positions[-1:] != [memory.n_tokens]:
-        memory.go_back(memory.n_tokens)
+    """A hybrid history leaves with its state: where that is not saved, it ends before."""
+    n_tokens = memory.n_tokens
+    if memory.is_hybrid and n_tokens and memory.checkpoints.positions[-1:] != [n_tokens]:
+        memory.go_back(n_tokens)
+
+
+def _make_active(memory: TieredMemory, conversation: Conversation) -> None:
+    memory.active = conversation
+    memory.worker.attach(conversation.summaries)
+
+
+def _agree_again(memory: TieredMemory, target: Conversation) -> None:
+    """After an error: the active conversation is the one whose blocks are on the device, and no
+    recurrent state of another one stays with them.
+    """
+    history = memory.working_set.history
+    if history is target.history:
+        _make_active(memory, target)
+        if memory.is_hybrid:
+            memory.clear()
+    elif history is not memory.active.history:
+        _make_active(memory, memory.conversation_of(history))
+        memory.clear_device()
 
 
 def forget(memory: TieredMemory, conversation: Conversation) -> None:
