@@ -45,6 +45,12 @@ class Server:
                 return found
         raise AssertionError(f"no line matches {pattern!r} in {self.seen}")
 
+    def log(self) -> list[str]:
+        """All lines, of a process that has ended."""
+        while (line := self._lines.get(timeout=WAIT_S)) is not None:
+            self.seen.append(line)
+        return self.seen
+
     def address(self) -> tuple[str, int]:
         found = self.until(r"listening on http://([\d.]+):(\d+)")
         return found[1], int(found[2])

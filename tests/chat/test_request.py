@@ -155,7 +155,7 @@ def test_unknown_fields_and_hints_are_ignored() -> None:
         ({"max_tokens": "5"}, "max_tokens", "max_tokens must be an integer, not a string"),
         ({"max_tokens": True}, "max_tokens", "max_tokens must be an integer, not a boolean"),
         ({"max_tokens": 1.5}, "max_tokens", "max_tokens must be an integer, not a number"),
-        ({"max_tokens": -2}, "max_tokens", "max_tokens is -2, but must be from -1 to 2.14748e+09"),
+        ({"max_tokens": -2}, "max_tokens", "max_tokens is -2, but must be from -1 to 2147483647"),
         ({"temperature": "0"}, "temperature", "temperature must be a number, not a string"),
         ({"temperature": 10**400}, "temperature",
          "temperature must be a number, not one beyond all range"),

@@ -30,6 +30,12 @@ def post(address: tuple[str, int], body: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=WAIT_S) as response:
+        data: bytes = response.read()
+    return data
+
+
 ARGS = ("--port", "0", "-c", "8192", "-t", "1", "--kvmem-budget", "512",
         "--kvmem-block-tokens", "32", "--kvmem-gen-reserve", "128", "--temp", "0")  # fmt: skip
 
@@ -77,6 +83,41 @@ def test_a_termination_ends_it_in_the_middle_of_a_reply(tiny_llama: Path) -> Non
     ):
         assert client.recv(1) == b"H"
         assert server.stop(signal.SIGTERM) == 0
+
+
+def rest_of(client: socket.socket) -> bytes:
+    received = b""
+    while piece := client.recv(1 << 16):
+        received += piece
+    return received
+
+
+def test_a_termination_answers_every_request(tiny_llama: Path) -> None:
+    with (
+        serving("-m", str(tiny_llama), *ARGS) as server,
+        send(server.address(), {**ENDLESS, "stream": True}) as running,
+    ):
+        host, port = running.getpeername()
+        received = running.recv(1)
+        while b"content" not in received:
+            received += running.recv(4096)
+        stream = {**SHORT, "stream": True}
+        with send((host, port), stream) as waiting, send((host, port), SHORT) as plain:
+            waiting.settimeout(WAIT_S)
+            assert waiting.recv(1) == b"H"  # its stream has begun, behind the other
+            while json.loads(get(f"http://{host}:{port}/slots"))[0]["kvmem"]["n_waiting"] < 2:
+                pass
+            assert server.stop(signal.SIGTERM) == 0
+            for client in (running, waiting):
+                text = rest_of(client).decode()
+                last = [line for line in text.splitlines() if line.startswith("data: ")][-1]
+                error = json.loads(last.removeprefix("data: "))["error"]
+                assert (error["code"], error["type"]) == (503, "unavailable_error")
+                assert "[DONE]" not in text
+            head, _, text = rest_of(plain).decode().partition("\r\n\r\n")
+            assert head.startswith("HTTP/1.1 503") and "retry-after: 2" in head.lower()
+            assert json.loads(text)["error"]["message"] == "the server is stopping"
+    assert not any("Traceback" in line or "CancelledError" in line for line in server.log())
 
 
 START = ("--port", "0", "-c", "512", "-t", "1")
@@ -134,6 +175,7 @@ def test_files_that_are_no_certificate(capsys: pytest.CaptureFixture[str], tmp_p
     assert execute(["serve", "-m", "none.gguf", "--port", "0", *files]) == 2
     line = capsys.readouterr().err
     assert line.startswith(f"error: --ssl-cert-file is {pem}, but must be a certificate in PEM")
+    assert f"--ssl-key-file {pem}" in line
 
 
 def test_https(tiny_llama: Path, tmp_path: Path) -> None:
@@ -178,4 +220,5 @@ def test_a_port_in_use_ends_the_start(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_host_that_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(["serve", "-m", "m.gguf", "--port", "0", "--host", "192.0.2.1"]) == 2
-    assert "192.0.2.1" in capsys.readouterr().err
+    line = capsys.readouterr().err
+    assert line.startswith("error: --host is 192.0.2.1, but must be an address of this machine")

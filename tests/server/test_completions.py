@@ -227,3 +227,23 @@ def test_the_workspace_truncates(real: TestClient) -> None:
     reply = complete(real, prompt="the sea", n_predict=-1, ignore_eos=True)
     assert reply["truncated"] is True and reply["stop_type"] == "limit"
     assert reply["tokens_evaluated"] + reply["tokens_predicted"] == 128
+
+
+@pytest.mark.parametrize("field", [{"echo": True}, {"echo": 1}, {"best_of": 2}, {"suffix": "x"}])
+def test_what_is_not_there_is_refused(field: dict[str, Any]) -> None:
+    response = post(FakeBackend(), "/v1/completions", **field)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == f"{next(iter(field))} is not supported"
+
+
+def test_what_says_nothing_is_taken() -> None:
+    nothing = {"echo": False, "best_of": 1, "suffix": ""}
+    assert post(FakeBackend(), "/v1/completions", **nothing).status_code == 200
+
+
+def test_more_prompts_than_can_ever_wait_are_no_503() -> None:
+    response = post(FakeBackend(), "/completion", prompt=["a"] * 33, n=2)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "prompt" and "66 replies" in error["message"]
+    assert post(FakeBackend(), "/completion", prompt=["a"] * 32, n=2).status_code == 200

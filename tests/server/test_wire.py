@@ -314,8 +314,32 @@ def test_a_fault_of_our_own_within_a_stream_is_logged(
     assert "of the reader" in caplog.text
 
 
+def test_a_fault_of_the_engine_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kvmem"), "propagate", True)
+    for stream in (False, True):
+        caplog.clear()
+        response = post(
+            FakeBackend(Script(error=ZeroDivisionError("own"), fail_at=1)), stream=stream
+        )
+        assert "internal error; the log has it" in response.text and "own" not in response.text
+        assert [record.message for record in caplog.records if record.exc_info] == [
+            "a request failed"
+        ]
+
+
+def test_one_model_by_its_name() -> None:
+    client = client_of(FakeBackend())
+    (listed,) = client.get("/v1/models").json()["data"]
+    assert client.get("/v1/models/tiny").json() == listed
+    missing = client.get("/models/other")
+    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+    client.__exit__(None, None, None)
+
+
 def test_keys_open_every_route_but_health() -> None:
-    client = client_of(FakeBackend(), api_keys=("k1", "k2", "gr\xfcn"))
+    client = client_of(FakeBackend(), api_keys=("k1", "k2", "gr\xfcn", "ключ"))
     assert client.get("/health").status_code == 200
     answers = [
         client.get("/v1/models", headers=headers).status_code
@@ -325,6 +349,9 @@ def test_keys_open_every_route_but_health() -> None:
             {"Authorization": "bearer k2"},
             {"X-Api-Key": "k2"},
             {b"Authorization": "Bearer gr\xfcn".encode()},
+            {b"Authorization": b"Bearer gr\xfcn"},
+            {b"Authorization": "Bearer ключ".encode()},
+            {b"Authorization": b"Bearer "},
             {"Authorization": "Bearer k3"},
             {"Authorization": "Basic k1"},
             {"X-Api-Key": ""},
@@ -332,7 +359,7 @@ def test_keys_open_every_route_but_health() -> None:
     ]
     refused = client.post(CHAT, json=BODY).json()["error"]
     client.__exit__(None, None, None)
-    assert answers == [401, 200, 200, 200, 200, 401, 401, 401]
+    assert answers == [401, 200, 200, 200, 200, 200, 200, 401, 401, 401, 401]
     assert (refused["code"], refused["type"]) == (401, "authentication_error")
 
 

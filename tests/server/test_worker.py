@@ -209,6 +209,28 @@ def test_a_full_queue_is_a_503_that_says_when() -> None:
     run(test())
 
 
+def test_a_halt_answers_who_runs_who_waits_and_who_comes() -> None:
+    backend = FakeBackend(Script(), Script(hold_at=1), Script())
+
+    async def test() -> None:
+        async with running(app_of(backend)) as app:
+            await ready(app)
+            stream = Call(app, body(stream=True))
+            await stream.until(lambda: b"Hello" in stream.body)
+            waiting = [Call(app, body(stream=True)), Call(app, body())]
+            await waiting[0].until(lambda: waiting[0].status == 200)
+            app.state.halt()
+            late = Call(app, body())
+            await asyncio.gather(*(call.task for call in (stream, *waiting, late)))
+            for call in (stream, waiting[0]):
+                assert b'"the server is stopping","type":"unavailable_error"' in call.body
+            assert [call.status for call in (waiting[1], late)] == [503, 503]
+            assert not backend.closed, "what counts tokens goes on until the connections are closed"
+        assert backend.closed
+
+    run(test())
+
+
 def test_503_while_loading_and_no_wait_for_it() -> None:
     may_load = threading.Event()
     backend = FakeBackend()

@@ -107,8 +107,9 @@ def parse_completion_request(
     grammar = read_text(body, "grammar") or None
     if schema is not None and grammar is not None:
         raise FieldError("json_schema", "and grammar exclude each other: give one")
-    for name in ("suffix", "best_of", "echo"):
-        if body.get(name) not in (None, False, "", 1):
+    for name, harmless in (("suffix", ""), ("best_of", 1), ("echo", False)):
+        value = body.get(name)
+        if value is not None and (type(value) is not type(harmless) or value != harmless):
             raise UnsupportedContentError(f"{name} is not supported")
     n_probs = read_integer(body, "n_probs", least=0, most=MAX_PROBS)
     if n_probs is None and not isinstance(body.get("logprobs"), bool):

@@ -55,6 +55,8 @@ def read_number(
     if not is_number(value):
         is_huge = isinstance(value, int | float) and not isinstance(value, bool)
         shown = "one beyond all range" if is_huge else _shown(value)
+        if isinstance(value, float) and math.isnan(value):
+            shown = "NaN"
         raise FieldError(name, f"must be a number, not {shown}")
     if not least <= value <= most:
         raise FieldError(name, f"is {value}, but must be {_range(least, most)}")
@@ -95,8 +97,12 @@ def _read(body: Fields, name: str, path: str, kind: type[T], rule: str) -> T | N
 
 def _range(least: float, most: float) -> str:
     if math.isinf(most):
-        return f"at least {least:g}"
-    return f"from {least:g} to {most:g}"
+        return f"at least {_plain(least)}"
+    return f"from {_plain(least)} to {_plain(most)}"
+
+
+def _plain(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def _shown(value: object) -> str:

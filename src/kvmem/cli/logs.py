@@ -51,6 +51,7 @@ def set_up(*, verbose: bool, kind: LogFormat = "text", requests: bool = False) -
     root.handlers = [handler]
     root.setLevel(logging.INFO if verbose else logging.WARNING)
     root.propagate = False
+    logging.getLogger("uvicorn").handlers = [handler]  # faults that no handler of ours has met
     llama = logging.getLogger("kvmem.llama")
     llama.setLevel(logging.NOTSET if verbose else logging.CRITICAL)
     each = logging.getLogger("kvmem.server.request")

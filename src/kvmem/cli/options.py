@@ -228,12 +228,15 @@ class EngineOptions:
         """Raises ConfigError: a rule is broken, or no model is named."""
         if self.model is None:
             raise ConfigError("model", "not given", "the path of a GGUF file")
+        if self.workspace < 0:
+            rule = "at least 1, or 0 for the length that the model was trained for"
+            raise ConfigError("workspace_tokens", self.workspace, rule)
         return EngineConfig(
             model=ModelConfig(
                 path=self.model,
                 n_gpu_layers=_layers(self.n_gpu_layers),
-                n_threads=_automatic(self.threads),
-                n_threads_batch=_automatic(self.threads_batch),
+                n_threads=_threads("n_threads", self.threads, "all cores"),
+                n_threads_batch=_threads("n_threads_batch", self.threads_batch, "as many as -t"),
                 use_mmap=self.mmap if self.load_mode == "auto" else "mmap" in self.load_mode,
                 use_mlock=self.mlock if self.load_mode == "auto" else "mlock" in self.load_mode,
                 chat_template=self._template(),
@@ -460,5 +463,8 @@ def _bytes(setting: str, gib: float) -> int | None:
     return int(gib * GIB) if gib else None
 
 
-def _automatic(threads: int) -> int | None:
-    return None if threads == -1 else threads
+def _threads(setting: str, count: int, otherwise: str) -> int | None:
+    """None for -1, which leaves the choice to us."""
+    if count < 1 and count != -1:
+        raise ConfigError(setting, count, f"at least 1, or -1 for {otherwise}")
+    return None if count == -1 else count

@@ -1,5 +1,6 @@
 """`kvmem serve`: the HTTP server."""
 
+import errno
 import signal
 import socket
 import ssl
@@ -9,6 +10,7 @@ from dataclasses import replace
 from typing import Annotated
 
 import uvicorn
+from starlette.applications import Starlette
 from typer import Option
 
 from kvmem.cli import logs
@@ -25,8 +27,20 @@ from kvmem.server.backend import Backend, EngineBackend
 
 __all__ = ["serve"]
 
-# After a signal, what still runs has this long; then it is cancelled, which takes a batch.
-SHUTDOWN_S = 1
+# After a signal every client is told; who has not read it by then is cut off.
+SHUTDOWN_S = 3
+
+
+class _Server(uvicorn.Server):
+    """Stops the worker before connections are closed, so that requests get an answer."""
+
+    def __init__(self, app: Starlette, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._app = app
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.state.halt()
+        await super().shutdown(sockets)
 
 
 @takes(EngineOptions, SamplingOptions, ServerOptions)
@@ -82,7 +96,8 @@ def serve(
             runner.should_exit = True
 
         app = create_app(load, where, defaults=defaults, on_ready=announce, on_failure=fail)
-        runner = uvicorn.Server(
+        runner = _Server(
+            app,
             uvicorn.Config(
                 app,
                 log_config=None,
@@ -91,7 +106,7 @@ def serve(
                 timeout_graceful_shutdown=SHUTDOWN_S,
                 ssl_keyfile=where.ssl_key_file,
                 ssl_certfile=where.ssl_cert_file,
-            )
+            ),
         )
 
         def finish(number: int, frame: object) -> None:
@@ -127,7 +142,7 @@ def _listen(config: ServerConfig) -> socket.socket:
         listener.listen()
     except OSError as error:
         listener.close()
-        if isinstance(error, socket.gaierror):
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError("host", config.host, "an address of this machine") from None
         raise ConfigError(
             "port", config.port, f"free on {config.host} ({error.strerror})"

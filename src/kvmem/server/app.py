@@ -1,6 +1,5 @@
 """The ASGI application."""
 
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -25,8 +24,6 @@ from kvmem.server.worker import EngineWorker, Load
 
 __all__ = ["create_app"]
 
-_log = logging.getLogger(__name__)
-
 
 def create_app(
     load: Load,
@@ -40,6 +37,8 @@ def create_app(
 
     config: alias must be set; host and port are the business of whoever runs the application.
     on_ready, on_failure: called in another thread, when the backend is loaded or cannot be.
+    Its `state.halt()` tells all clients that the server is stopping: call it before connections
+    are closed.
     """
     worker = EngineWorker(
         load, queue_limit=config.queue_limit, on_ready=on_ready, on_failure=on_failure
@@ -58,7 +57,7 @@ def create_app(
         finally:
             await run_in_threadpool(worker.stop)
 
-    return Starlette(
+    app = Starlette(
         routes=[
             *api.routes(),
             *completions.routes(),
@@ -76,6 +75,8 @@ def create_app(
         },
         lifespan=lifespan,
     )
+    app.state.halt = worker.halt
+    return app
 
 
 async def _on_kvmem_error(request: Request, error: Exception) -> Response:
@@ -93,5 +94,6 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_unknown_error(request: Request, error: Exception) -> Response:
-    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    # Starlette raises it once more, and the HTTP server logs it
+    error.add_note(f"while answering {request.method} {request.url.path}")
     return error_response(error)

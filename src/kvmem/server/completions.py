@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvmem.chat.completion import CompletionRequest, parse_completion_request
+from kvmem.chat.fields import FieldError
 from kvmem.chat.request import RequestDefaults
 from kvmem.engine.events import Event, PromptProgress
 from kvmem.errors import ContextLengthError
@@ -50,6 +51,10 @@ class CompletionApi:
 
     async def _answer(self, request: Request, kind: type[Shape]) -> Response:
         asked = parse_completion_request(await read_object_body(request), self._defaults)
+        most = self._worker.queue_limit
+        if len(asked.prompts) * asked.n > most:  # they would never fit, so no 503
+            raise FieldError("prompt", f"asks for {len(asked.prompts) * asked.n} replies, but one "
+                             f"request may ask for {most}: send several")  # fmt: skip
         backend = self._worker.backend
         rendered = await run_in_threadpool(backend.render_completion, asked)
         for prompt in rendered.prompts:

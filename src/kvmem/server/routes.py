@@ -1,8 +1,10 @@
 """The endpoints: /health, /v1/models, /v1/chat/completions, each also without /v1."""
 
 from contextlib import AsyncExitStack
+from typing import Any
 
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -34,6 +36,7 @@ class Api:
         table = (
             ("/health", self.health, "GET"),
             ("/models", self.models, "GET"),
+            ("/models/{name:path}", self.model, "GET"),
             ("/chat/completions", self.chat, "POST"),
         )
         return [
@@ -49,8 +52,18 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         """The one model, by our name for it. Answers during a generation too."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """The same alone; a 404 under any other name."""
+        about = self._model()
+        if request.path_params["name"] != self._model_name:
+            raise HTTPException(404)
+        return JSONResponse(about)
+
+    def _model(self) -> dict[str, Any]:
         about = self._worker.backend.describe()
-        model = {
+        return {
             "id": self._model_name,
             "object": "model",
             "created": 0,
@@ -58,7 +71,6 @@ class Api:
             "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
             "meta": {key: about[key] for key in META if key in about},
         }
-        return JSONResponse({"object": "list", "data": [model]})
 
     async def chat(self, request: Request) -> Response:
         """A chat completion, whole or streamed. The client's `model` is not looked at."""

@@ -1,6 +1,7 @@
 """Who may ask: keys, and which web pages."""
 
 import hmac
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -21,7 +22,8 @@ class ApiKeys:
 
     def __init__(self, app: ASGIApp, *, keys: tuple[str, ...]) -> None:
         self._app = app
-        self._keys = tuple(key.encode() for key in keys)
+        # beyond ASCII, clients send one or the other
+        self._keys = tuple(form for key in keys for form in _forms(key))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_known(scope):
@@ -40,6 +42,13 @@ class ApiKeys:
         return any(
             [hmac.compare_digest(given.strip(" \t").encode("latin-1"), key) for key in self._keys]
         )
+
+
+def _forms(key: str) -> set[bytes]:
+    forms = {key.encode()}
+    with suppress(UnicodeEncodeError):
+        forms.add(key.encode("latin-1"))
+    return forms
 
 
 class Origins:

@@ -15,7 +15,7 @@ from kvmem.engine.events import Done, Event
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams
 from kvmem.engine.stats import RequestStats
-from kvmem.errors import Cancelled, CapacityError, EngineError, RequestError
+from kvmem.errors import Cancelled, CapacityError, EngineError, KvmemError, RequestError
 from kvmem.llama.context import CancelToken
 from kvmem.server.backend import Backend
 from kvmem.server.fair_queue import FairQueue
@@ -27,6 +27,9 @@ Load = Callable[[Callable[[float], object]], Backend]
 
 # Where a prompt has no messages: about a page tells sessions apart.
 SESSION_TOKENS = 512
+
+STOPPING = "the server is stopping"
+UNKNOWN = "internal error; the log has it"
 
 _log = logging.getLogger(__name__)
 _request_log = logging.getLogger("kvmem.server.request")
@@ -111,10 +114,11 @@ class Generation:
             watch.failed()
             if not isinstance(error, RequestError | CapacityError):
                 _log.error("a request failed", exc_info=error)
-            self._put(error)
+            # what is not ours is logged here, and then not again where it is answered
+            self._put(error if isinstance(error, KvmemError) else EngineError(UNKNOWN))
 
     def refuse(self, reason: str) -> None:
-        """In the worker's thread: end it without having begun."""
+        """In any thread: tell who waits in `next` that it has ended."""
         self._put(Cancelled(reason))
 
     def _put(self, item: Event | BaseException) -> None:
@@ -151,6 +155,7 @@ class EngineWorker:
         self._backend: Backend | None = None
         self._failure: BaseException | None = None
         self._stopping = False
+        self._may_close = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvmem-engine", daemon=True)
         self.progress = 0.0
 
@@ -158,15 +163,26 @@ class EngineWorker:
         """Begin to load, in the worker's thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Cancel everything, close the backend and wait for the thread."""
+    @property
+    def queue_limit(self) -> int:
+        """Requests that may wait."""
+        return self._queue_limit
+
+    def halt(self) -> None:
+        """Refuse what waits and what comes, and cancel what runs. Clients are told at once."""
         with self._lock:
             self._stopping = True
             current = self._current
-        for waiting in self._queue.close():
-            waiting.refuse("the server is stopping")
+        for generation in self._queue.close():
+            generation.refuse(STOPPING)
         if current is not None:
             current.cancel()
+            current.refuse(STOPPING)
+
+    def stop(self) -> None:
+        """Halt, close the backend and wait for the thread."""
+        self.halt()
+        self._may_close.set()
         self._thread.join()
 
     @property
@@ -190,7 +206,7 @@ class EngineWorker:
     def submit(self, prompt: Prompt, params: GenerateParams) -> Generation:
         """Queue a request. Raises CapacityError when too many wait, or the server stops."""
         if self._stopping:
-            raise CapacityError("the server is stopping")
+            raise CapacityError(STOPPING)
         _ = self.backend  # it may have failed since the prompt was rendered
         if self.n_waiting >= self._queue_limit:
             raise CapacityError(f"{self.n_waiting} requests wait already; try again later")
@@ -218,12 +234,15 @@ class EngineWorker:
                     self._current = generation
                     if self._stopping:
                         generation.cancel()
+                        generation.refuse(STOPPING)
                 generation.run(backend)
                 with self._lock:
                     self._current = None
         except Exception as error:
             self._fail(error)
         finally:
+            if self._stopping:  # handlers may still count tokens
+                self._may_close.wait()
             backend.close()
 
     def _fail(self, error: Exception) -> None:
