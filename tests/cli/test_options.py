@@ -74,7 +74,15 @@ class Runner:
             "error: --kvmem-conversations-gb is -1.0, but must be GiB, from 0; try kvmem plan "
             "--help",
         ),
-        (["-t", "0"], "error: -t is 0, but must be at least 1, or -1 for all cores; try kvmem plan --help"),
+        (
+            ["-t", "0"],
+            "error: -t is 0, but must be at least 1, or -1 for all cores; try kvmem plan --help",
+        ),
+        (
+            ["-c", "-5"],
+            "error: -c is -5, but must be at least 1, or 0 for the length that the model was "
+            "trained for; try kvmem plan --help",
+        ),
         (["-ngl", "x"], "error: -ngl is x, but must be a number, or all; try kvmem plan --help"),
         (["--foo"], "error: there is no option --foo; try kvmem plan --help"),
         (["--foo=1"], "error: there is no option --foo; try kvmem plan --help"),
