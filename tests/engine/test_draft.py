@@ -222,3 +222,15 @@ def test_each_conversation_has_its_own_hidden_row(mtp_state: str, tiny_qwen35_mt
             again = say(recorded, (*second, *two.tokens, *random_tokens(9, seed=4)), "two")
             replies.append([one.tokens, two.tokens, more.tokens, again.tokens])
     assert replies[0] == replies[1]
+
+
+def test_steps_of_the_rest_are_not_judged_behind_it() -> None:
+    worth = Worth()
+    while not worth.is_off:
+        request(worth, drafted_s=9.0, plain_s=1.0)
+    while worth.is_off:
+        for _ in range(100):
+            worth.count(1, 0, 0.001)
+        worth.end_request()
+    notes = [request(worth, drafted_s=1.0, plain_s=1.0) for _ in range(2 * WINDOW_REQUESTS)]
+    assert notes == [""] * len(notes)

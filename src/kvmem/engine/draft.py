@@ -71,6 +71,7 @@ class Worth:
         """Judge the window. Returns what the request should be told, or nothing."""
         if self.is_off:
             self._n_rest -= 1
+            self._now = _Steps()  # what is judged later is measured later
             return self._note
         if self._now.n_drafted:
             self._window.append(self._now)
