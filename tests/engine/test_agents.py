@@ -196,13 +196,15 @@ def play(path: Path, seed: int, n_turns: int, *, stops: bool, **memory: object) 
 def play_all(path: Path, seeds: range, n_turns: int, budget: int, n_drafts: int = 0) -> None:
     """Prints what each agent's turns cost, and holds all of it to what was new.
 
-    Where the history is beyond the budget no turn is cancelled: read in other pieces, a block is
-    read with others in sight.
+    Where the history is beyond the budget, what was read in other pieces has other blocks in sight.
+    So no turn is cancelled there, and no title takes the place of a branch that a turn goes on.
     """
+    kept = {} if budget == ENOUGH else {"conversations": 128, "conversations_bytes": 128 << 20}
     for seed in seeds:
         reading = play(
-            path, seed, n_turns, stops=budget == ENOUGH, budget_tokens=budget, n_drafts=n_drafts
-        )
+            path, seed, n_turns, stops=budget == ENOUGH, budget_tokens=budget, n_drafts=n_drafts,
+            **kept,
+        )  # fmt: skip
         print(
             f"agent {seed}: {n_turns} turns, {reading.new / n_turns:.0f} tokens new and "
             f"{reading.read / n_turns:.0f} read a turn, at most {reading.longest_gap} beside them"
