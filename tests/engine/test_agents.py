@@ -223,8 +223,6 @@ def test_20_turns_of_two_agents(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "budget", "n_drafts"), TRIALS)
-def test_100_turns_of_ten_agents(
-    kind: str, budget: int, n_drafts: int, tiny: Callable[..., Path]
-) -> None:
-    play_all(tiny(kind), range(10), 100, budget, n_drafts)
+@pytest.mark.parametrize(("kind", "n_drafts"), [("qwen35", 0), ("qwen35_mtp", 3)])
+def test_100_turns_of_ten_agents(kind: str, n_drafts: int, tiny: Callable[..., Path]) -> None:
+    play_all(tiny(kind), range(10), 100, ENOUGH, n_drafts)
