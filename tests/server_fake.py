@@ -152,6 +152,9 @@ class FakeBackend:
     def describe(self) -> dict[str, Any]:
         return {"n_ctx": self.n_ctx}
 
+    def default_sampling(self, defaults: RequestDefaults) -> dict[str, Any]:
+        return defaults.sampling.as_dict()
+
     def conversations(self) -> tuple[ConversationInfo, ...]:
         return ()
 

@@ -1,6 +1,7 @@
 """Flags, variables and the one line that each mistake gets."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -274,3 +275,28 @@ def test_wrong_flags_of_thinking(stderr_of: Runner, args: list[str], reason: str
 def test_thinking_by_variables(monkeypatch: pytest.MonkeyPatch, stderr_of: Runner) -> None:
     monkeypatch.setenv("LLAMA_ARG_THINK_BUDGET", "-2")
     assert "--reasoning-budget is -2" in stderr_of("serve", "-m", "m.gguf", "--port", "0")[1]
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["--version"]) == 0
+    assert re.fullmatch(r"kvmem \S.*, llama\.cpp b\d+\n", capsys.readouterr().out)
+
+
+def test_a_hint_names_the_command_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["bench", "speed", "--nothing"]) == 2
+    assert capsys.readouterr().err.endswith("try kvmem bench speed --help\n")
+
+
+def test_a_template_that_is_no_jinja(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["run", "-m", str(tiny_llama), "-p", "x", "--chat-template", "{{ bad"]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "is no Jinja that can be read" in line and "std::exception" not in line
+
+
+def test_a_calibration_is_named_by_its_flag(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "README.md"
+    text.write_text("no JSON")
+    assert execute(["plan", "-m", str(tiny_llama), "--kvmem-calibration", str(text)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --kvmem-calibration is {text}")

@@ -132,6 +132,14 @@ def test_props_name_the_model_and_its_template(client: TestClient) -> None:
     assert props["build_info"].startswith("b")
 
 
+def test_props_and_slots_tell_how_a_chat_is_sampled(client: TestClient) -> None:
+    params = client.get("/props").json()["default_generation_settings"]["params"]
+    assert params["n_predict"] == -1
+    assert (params["temperature"], params["top_k"]) == (1.0, 20), "thinking is on, as in a chat"
+    assert {"top_p", "min_p", "repeat_penalty", "presence_penalty", "seed"} <= set(params)
+    assert client.get("/slots").json()[0]["params"] == params
+
+
 def test_all_of_them_answer_during_a_generation() -> None:
     script = Script([b"x"] * 9, hold_at=2)
     backend = FakeBackend(Script(), script)

@@ -3,8 +3,11 @@
 import logging
 import sys
 from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
 
 import typer
+from typer import Option
 
 from kvmem.cli import faults
 from kvmem.cli.bench import bench
@@ -15,6 +18,7 @@ from kvmem.cli.plan import plan
 from kvmem.cli.run import run
 from kvmem.cli.serve import serve
 from kvmem.errors import Cancelled, KvmemError
+from kvmem.llama.runtime import build_number
 
 __all__ = ["app", "execute"]
 
@@ -30,6 +34,19 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+
+
+def _tell_version(asked: bool) -> None:
+    if not asked:
+        return
+    try:
+        version = metadata.version("kvmem")
+    except metadata.PackageNotFoundError:  # run out of a checkout
+        version = "(not installed)"
+    print(f"kvmem {version}, llama.cpp b{build_number()}")
+    raise typer.Exit
+
+
 app.command()(serve)
 app.command()(run)
 app.command()(plan)
@@ -37,6 +54,15 @@ app.command("calibrate")(calibrate_model)
 app.command()(demo)
 app.command("demo-model")(demo_model)
 app.add_typer(bench, name="bench")
+
+
+@app.callback()
+def _any(
+    version: Annotated[
+        bool, Option("--version", is_eager=True, callback=_tell_version, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 def execute(args: Sequence[str]) -> int:
@@ -61,22 +87,32 @@ def execute(args: Sequence[str]) -> int:
     try:
         result = command.main(args=list(args), prog_name="kvmem", standalone_mode=False)
     except typer.TyperException as error:
-        return _usage(error, name)
+        return _usage(error, _path(command, args))
     except (KeyboardInterrupt, typer.Abort, Cancelled):
         return INTERRUPTED
     except (KvmemError, OSError) as error:
-        line, code = faults.describe(error, command=name)
+        line, code = faults.describe(error, command=_path(command, args) or name)
         logging.getLogger(__name__).debug("%s failed", name, exc_info=True)
         return _fail(line, code)
     return result if isinstance(result, int) else 0
+
+
+def _path(command: object, args: Sequence[str]) -> str:
+    """The command that is meant, with its group: `bench speed`."""
+    names = []
+    for arg in args:
+        command = getattr(command, "commands", {}).get(arg)
+        if command is None:
+            break
+        names.append(arg)
+    return " ".join(names)
 
 
 def _usage(error: typer.TyperException, name: str) -> int:
     message = error.format_message()
     if not message:  # no arguments: the help was shown
         return faults.USAGE
-    known = name in getattr(typer.main.get_command(app), "commands", {})
-    hint = f"kvmem {name} --help" if known else "kvmem --help"
+    hint = f"kvmem {name} --help" if name else "kvmem --help"
     return _fail(f"error: {message.rstrip('.')}; try {hint}", faults.USAGE)
 
 

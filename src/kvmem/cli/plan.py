@@ -140,7 +140,7 @@ def make_plan(config: EngineConfig) -> Plan:
             facts = replace(facts, free_device_bytes=free)
         return Plan(
             config=config,
-            model=model.description,
+            model=_describe(model),
             weight_bytes=model.size_bytes,
             facts=facts,
             sizes=config.memory.resolve(facts),
@@ -152,12 +152,17 @@ def plan_of(engine: Engine) -> Plan:
     """The plan that an engine runs by."""
     return Plan(
         config=engine.config,
-        model=engine.model.description,
+        model=_describe(engine.model),
         weight_bytes=engine.model.size_bytes,
         facts=engine.facts,
         sizes=engine.sizes,
         calibration=engine.calibration,
     )
+
+
+def _describe(model: Model) -> str:
+    """llama.cpp's words, with the parameters where it knows no size of that name."""
+    return model.description.replace(" ?B ", f" {show.count(model.n_params)} ")
 
 
 def render_plan(made: Plan) -> str:

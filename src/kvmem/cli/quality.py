@@ -42,7 +42,7 @@ PAIRED = (
 
 
 def quality(
-    model: Annotated[Path, Option("-m", "--model", help="GGUF file.")] = Path(),
+    model: Annotated[Path | None, Option("-m", "--model", help="GGUF file.")] = None,
     cell: Annotated[
         list[str] | None,
         Option(
@@ -95,7 +95,7 @@ def quality(
     if read is not None:
         found = list(_read(read))
     else:
-        if model == Path():
+        if model is None:
             raise ConfigError("model", "not given", "the path of a GGUF file")
         base = RecallSpec(
             model=model,

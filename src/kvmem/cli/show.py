@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-__all__ = ["size", "table"]
+__all__ = ["count", "size", "table"]
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -27,3 +27,12 @@ def size(n_bytes: float) -> str:
             break
         n_bytes /= 1024
     return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
+
+
+def count(n: float) -> str:
+    """A number of parameters as model cards have it: 135M, 27B."""
+    for unit in ("", "K", "M", "B"):
+        if n < 999.5 or unit == "B":
+            break
+        n /= 1000
+    return f"{n:.3g}{unit}"

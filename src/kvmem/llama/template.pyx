@@ -39,7 +39,10 @@ cdef class ChatTemplate:
         if status == c.KVMEM_BRIDGE_ERR_MEMORY:
             raise CapacityError(_last_error())
         if status != c.KVMEM_BRIDGE_OK:
-            raise ModelError(f"the chat template cannot be used: {_last_error()}")
+            reason = _last_error()
+            if reason == "std::exception":  # the lexer's, which says no more
+                reason = "it is no Jinja that can be read; try another --chat-template"
+            raise ModelError(f"the chat template cannot be used: {reason}")
 
     def __dealloc__(self):
         c.kvmem_chat_free(self._ptr)

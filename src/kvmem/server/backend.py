@@ -9,7 +9,7 @@ from kvmem.chat.completion import (
     render_completion,
 )
 from kvmem.chat.render import ChatRenderer, RenderedChat
-from kvmem.chat.request import ChatRequest
+from kvmem.chat.request import ChatRequest, RequestDefaults, parse_chat_request
 from kvmem.chat.text import Tokenizer
 from kvmem.config import EngineConfig
 from kvmem.engine.conversations import ConversationInfo
@@ -17,7 +17,9 @@ from kvmem.engine.engine import Engine
 from kvmem.engine.events import Event
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams
+from kvmem.errors import RequestError
 from kvmem.llama.context import CancelToken
+from kvmem.llama.sampler import describe_sampling
 from kvmem.llama.template import ChatTemplate
 from kvmem.llama.vocab import Vocab
 
@@ -37,6 +39,7 @@ class Backend(Protocol):
         self, prompt: Prompt, params: GenerateParams, cancel: CancelToken
     ) -> Iterator[Event]: ...
     def describe(self) -> dict[str, Any]: ...
+    def default_sampling(self, defaults: RequestDefaults) -> dict[str, Any]: ...
     def conversations(self) -> Sequence[ConversationInfo]: ...
     def close(self) -> None: ...
 
@@ -103,6 +106,15 @@ class EngineBackend:
             "size": engine.model.size_bytes,
             "speculative": self._drafts,
         }
+
+    def default_sampling(self, defaults: RequestDefaults) -> dict[str, Any]:
+        """How a chat is sampled that says nothing, under llama-server's names."""
+        question = {"messages": [{"role": "user", "content": "Hello"}]}
+        try:
+            sampling = self.render(parse_chat_request(question, defaults)).sampling
+        except RequestError:  # a template of another kind: then no thinking state has a say
+            sampling = defaults.sampling
+        return describe_sampling(self._engine.model, sampling.as_dict())
 
     def conversations(self) -> Sequence[ConversationInfo]:
         """Those that are kept, as they were after the newest request."""

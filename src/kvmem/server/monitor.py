@@ -32,6 +32,7 @@ class MonitorApi:
         self._worker = worker
         self._config = config
         self._defaults = defaults
+        self._sampling: dict[str, Any] | None = None  # known once the model is there
         self._started = int(time.time())
         self._registry = CollectorRegistry()
         self._registry.register(_Measures(worker))
@@ -112,9 +113,11 @@ class MonitorApi:
         )
 
     def _params(self) -> dict[str, Any]:
+        if self._sampling is None:
+            self._sampling = self._worker.backend.default_sampling(self._defaults)
         max_tokens = self._defaults.max_tokens
         return {
-            **self._defaults.sampling.as_dict(),
+            **self._sampling,
             "n_predict": -1 if max_tokens is None else max_tokens,
         }
 
