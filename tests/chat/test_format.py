@@ -56,6 +56,7 @@ def tool(name: str, /, strict: bool = False, **properties: Any) -> dict[str, Any
 
 
 TWO_WORDS = {"type": "string", "enum": ["yes", "no"]}
+WIDE = {"type": "integer", "minimum": 2**63 - 808, "maximum": 2**63 - 1}
 LOOK = tool("look", place={"type": "string"})
 OTHER = tool("other", n={"type": "integer"})
 
@@ -294,6 +295,33 @@ def test_tools_of_other_types_are_left_out_with_a_note(vocab: Vocab) -> None:
             "tools[1].function.parameters",
             "of f cannot be used: JSON schema error at #/properties/a: cannot resolve",
         ),
+        (
+            {"tools": [LOOK, tool("f", a={"type": "string", "minLength": 5, "maxLength": 3})]},
+            "tools[1].function.parameters",
+            "of f have no value: minLength 5 at #/properties/a contradicts maxLength 3",
+        ),
+        (
+            {"tools": [tool("f", a=WIDE)]},
+            "tools[0].function.parameters",
+            "of f cannot be used: .*19,15. has a minimum above its maximum",
+        ),
+        (
+            {"json_schema": {"type": "array", "minItems": 5, "maxItems": 3}},
+            "response_format",
+            "has no value: minItems 5 at # contradicts maxItems 3",
+        ),
+        ({"json_schema": WIDE}, "response_format", "maximum at # has no grammar beyond"),
+        (
+            {"json_schema": {"type": "string", "pattern": "^a{5,3}$"}},
+            "response_format",
+            "cannot be enforced: pattern at # .*5,3. has a minimum above its maximum",
+        ),
+        ({"grammar": 'root ::= "a"{5,3}'}, "grammar", "5,3. has a minimum above its maximum"),
+        (
+            {"json_schema": {"allOf": [{"type": "integer"}, {"type": "string"}]}},
+            "response_format",
+            "cannot be enforced: type at #/allOf/0 is lost in allOf",
+        ),
         ({"continue_final_message": True}, "continue_final_message", "needs an assistant message"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},
@@ -348,6 +376,25 @@ def test_a_template_without_tools_says_so(vocab: Vocab) -> None:
     )
     with pytest.raises(UnsupportedContentError, match="no place for tools"):
         render(vocab, source=tiny_vocab.CHATML, tools=[LOOK], tool_choice="required")
+
+
+def test_a_strict_function_is_held_to_its_schema_where_tools_are_not_shown(vocab: Vocab) -> None:
+    strict = tool("f", strict=True, a={"type": "string", "pattern": "unanchored"})
+    with pytest.raises(FieldError, match="of the strict function f: pattern at #/properties/a"):
+        render(vocab, source=tiny_vocab.CHATML, tools=[strict])
+
+
+def test_an_empty_schema_is_any_value(vocab: Vocab) -> None:
+    titled = constraint(render(vocab, json_schema={"title": "anything"}))
+    assert constraint(render(vocab, json_schema={})) == titled
+    assert "value ::=" in titled["grammar"]
+    form = {"type": "json_schema", "json_schema": {"schema": {}}}
+    assert constraint(render(vocab, response_format=form)) == titled
+
+
+def test_one_part_of_all_of_is_the_schema(vocab: Vocab) -> None:
+    wrapped = render(vocab, json_schema={"allOf": [{"type": "integer"}]})
+    assert constraint(wrapped) == constraint(render(vocab, json_schema={"type": "integer"}))
 
 
 def test_a_grammar_keeps_the_model_from_thinking(vocab: Vocab) -> None:

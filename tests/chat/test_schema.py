@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvmem.chat.schema import find_oversized, find_unenforced
+from kvmem.chat.all_of import merge_all_of
+from kvmem.chat.schema import find_contradictions, find_oversized, find_unenforced
 from kvmem.errors import RequestError
 from kvmem.llama.grammar import check_grammar, schema_grammar
 from kvmem.llama.model import Model
@@ -45,7 +46,10 @@ def lost(model: Model, schema: Json) -> list[tuple[str, str]]:
         {"$defs": {"n": obj(next={"$ref": "#/$defs/n"})}, "$ref": "#/$defs/n"},
         {"type": "object", "additionalProperties": {"type": "integer"}},
         {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {}},
-        {"allOf": [obj(a={"type": "string"}), obj(b={"type": "string"})]},
+        {"allOf": [{"properties": {"a": {}}, "type": "object"}, {"properties": {"b": {}}}]},
+        {"type": "integer", "minimum": -(10**15), "maximum": 2**62},
+        {"type": "integer", "minimum": 10**17, "exclusiveMaximum": 10**18},
+        {"type": "integer", "minimum": 10**15},
     ],
 )  # fmt: skip
 def test_what_a_grammar_keeps(model: Model, schema: Json) -> None:
@@ -82,6 +86,18 @@ def test_what_a_grammar_keeps(model: Model, schema: Json) -> None:
         ({"type": "integer", "minimum": 1, "exclusiveMinimum": 0}, "#", "exclusiveMinimum"),
         ({"type": "array", "items": [{"type": "string"}], "maxItems": 5}, "#", "maxItems"),
         ({"type": "string", "minLength": -1}, "#", "minLength"),
+        ({"allOf": [{"type": "integer"}]}, "#/allOf/0", "type"),
+        ({"allOf": [obj(a={}), obj(b={})]}, "#/allOf/0", "additionalProperties"),
+        ({"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "string"}}}, "#/allOf/0",
+         "type"),
+        ({"type": "integer", "minimum": 10**25}, "#", "minimum"),
+        ({"type": "integer", "maximum": 2**63}, "#", "maximum"),
+        ({"type": "integer", "minimum": -(2**63)}, "#", "minimum"),
+        ({"type": "integer", "minimum": 2**63 - 8, "maximum": 2**63 - 1}, "#", "maximum"),
+        ({"type": "integer", "minimum": 2**53}, "#", "minimum"),
+        ({"type": "integer", "minimum": 1.5}, "#", "minimum"),
+        ({"type": "string", "maxLength": 2001}, "#", "maxLength"),
+        ({"type": "string", "pattern": "^a{5,3}$"}, "#", "pattern"),
         (obj(a=5), "#/properties/a", "the schema"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
@@ -93,7 +109,7 @@ def test_a_grammar_is_what_it_says(model: Model) -> None:
     text = schema_grammar({"enum": ["yes", "no"]})
     assert "yes" in text
     check_grammar(model, text)
-    with pytest.raises(RequestError, match="does not parse"):
+    with pytest.raises(RequestError, match="line 1, rule root: a parenthesis is not closed"):
         check_grammar(model, "root ::= (")
     with pytest.raises(RequestError, match="JSON"):
         schema_grammar({"const": float("nan")})
@@ -120,6 +136,105 @@ def nested(depth: int) -> Json:
 def test_what_is_too_large_for_llamacpp(schema: Json, reason: str) -> None:
     assert [str(fault) for fault in find_oversized(schema)] == [reason]
     assert list(find_oversized(nested(20))) == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "fault"),
+    [
+        ({"type": "string", "minLength": 5, "maxLength": 3},
+         "minLength 5 at # contradicts maxLength 3"),
+        (obj(a={"minItems": 5, "maxItems": 3}),
+         "minItems 5 at #/properties/a contradicts maxItems 3"),
+        ({"minProperties": 2, "maxProperties": 1},
+         "minProperties 2 at # contradicts maxProperties 1"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum 5 at # contradicts maximum 3"),
+        ({"type": "integer", "exclusiveMinimum": 5, "exclusiveMaximum": 6},
+         "exclusiveMinimum and exclusiveMaximum at # leave no integer"),
+    ],
+)  # fmt: skip
+def test_ranges_without_a_value(schema: Json, fault: str) -> None:
+    assert [str(found) for found in find_contradictions(schema)] == [fault]
+    assert list(find_contradictions({"const": schema, "default": schema})) == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "merged"),
+    [
+        ({"allOf": [{"type": "integer"}]}, {"type": "integer"}),
+        ({"title": "t", "allOf": [{"$ref": "#/a"}]}, {"title": "t", "$ref": "#/a"}),
+        ({"type": "string", "allOf": [{"minLength": 2}, {"maxLength": 3}]},
+         {"type": "string", "minLength": 2, "maxLength": 3}),
+        ({"allOf": [{"anyOf": [{"type": "null"}]}]}, {"anyOf": [{"type": "null"}]}),
+        ({"allOf": [{"enum": [1, 2]}, {"enum": [2, True]}]}, {"enum": [2]}),
+        ({"allOf": [{"properties": {"a": {}}, "required": ["a"]}, {"$ref": "#/d"}],
+          "d": {"properties": {"b": {}}, "required": ["b"]}},
+         {"properties": {"a": {}, "b": {}}, "required": ["a", "b"],
+          "d": {"properties": {"b": {}}, "required": ["b"]}}),
+        ({"items": {"allOf": [{"allOf": [{"type": "null"}]}]}}, {"items": {"type": "null"}}),
+    ],
+)  # fmt: skip
+def test_parts_become_one_schema(schema: Json, merged: Json) -> None:
+    assert merge_all_of(schema) == merged
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"type": "integer"}, {"type": "string"}]},
+        {"allOf": [{"minLength": 1}], "minLength": 2},
+        {"allOf": [obj(a={}), obj(b={})]},
+        {"allOf": [{"properties": {"a": {}}}, {"properties": {"a": {"type": "null"}}}]},
+        {"allOf": [{"$ref": "#"}], "minLength": 2},
+    ],
+)
+def test_parts_that_contradict_or_hide_each_other_stay(model: Model, schema: Json) -> None:
+    assert merge_all_of(schema) == schema
+    assert lost(model, schema)
+
+
+CHAIN = "".join(f"a{i} ::= a{i + 1}%s | a{i + 1}%s\n" for i in range(40)) + 'a40 ::= "x"'
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        ('root ::= "a"{5,3}', "rule root: the repetition {5,3} has a minimum above its maximum"),
+        ('root ::= ("a" # "\n){ 5 , # "\n 3 }', "line 3, rule root: the repetition {5,3}"),
+        ('root ::= "a"{2001}', "at least 2001 is above 2000"),
+        (f'root ::= "{"a" * 100_000}"{{2000}}', "come to more than 1048576 elements"),
+        ("root ::= " + '"a"{0,2000} ' * 1000, "come to more than 1048576 elements"),
+        ("root ::= x{0,2000}\nx ::= y{0,2000}\ny ::= [a]?", "begin in more than 65536 ways"),
+        ("root ::= a0\n" + CHAIN.replace("%s", ""), "begin in more than 65536 ways"),
+        ("root ::= a0\n" + CHAIN.replace("%s", " [x]", 1), "line"),
+        ('root ::= root "a" | "b"', "left recursion"),
+        ('root ::= b root "z" | "x"\nb ::= c\nc ::= "y" | ""', "left recursion"),
+        ('root ::= "a"\n  | nope', "line 2: no rule is named nope"),
+        ('a ::= "b"', "no rule is named root"),
+        ('root ::= "a" \\q', "unexpected"),
+        ('root ::= "abc', "a text is not closed"),
+        ('root ::= "\\q"', "no such escape"),
+    ],
+)  # fmt: skip
+def test_what_llamacpp_would_not_survive_does_not_reach_it(
+    model: Model, grammar: str, reason: str
+) -> None:
+    with pytest.raises(RequestError) as error:
+        check_grammar(model, grammar)
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= ("a"*)*',
+        'root ::= "{5,3}" [{5,3}\\]] # {5,3}\n',
+        'root ::= "\\"{5,3}" | x\nx ::= ("y" "z"){1,4}?',
+        'root ::= "a"{3} "b"{2,} . | <[1]> !<[2]>',
+        'root ::= "(" root ")" | ""',
+    ],
+)
+def test_what_only_looks_like_it_is_taken(model: Model, grammar: str) -> None:
+    check_grammar(model, grammar)
 
 
 def test_what_is_lost_is_not_written_to_stderr(

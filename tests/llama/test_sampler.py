@@ -196,7 +196,8 @@ def test_a_clone_goes_on_alike_and_apart(model: Model, context: Context) -> None
         ({"logit_bias": [[1 << 20, 1.0]]}, "token 1048576 is not in the vocabulary"),
         ({"logit_bias": [["a", 1.0]]}, "logit_bias: "),
         ({"samplers": ["guess"]}, "samplers: an unknown sampler is named"),
-        ({"grammar": "root ::= ("}, "failed to parse grammar"),
+        ({"grammar": "root ::= ("}, "grammar: line 1, rule root: a parenthesis"),
+        ({"grammar": 'root ::= "a"{5,3}'}, "minimum above its maximum"),
         ({"ignore_eos": 1}, "ignore_eos: "),
         ({"constraint": {"grammar": "root ::= [a]"}}, "constraint: "),
         (

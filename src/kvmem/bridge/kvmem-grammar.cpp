@@ -1,12 +1,15 @@
 #include "kvmem-grammar.h"
+
+#include "kvmem-gbnf.h"
 #include "kvmem-guard.h"
 
 #include "json-schema-to-grammar.h"
 
 void kvmem_grammar_require(const llama_vocab * vocab, const std::string & grammar) {
+    kvmem_gbnf_require_bounded(grammar);
     llama_sampler * parsed = llama_sampler_init_grammar(vocab, grammar.c_str(), "root");
     if (parsed == nullptr) {
-        throw kvmem_invalid("the grammar does not parse");
+        throw kvmem_invalid("llama.cpp takes no such escape, or no such repetition of repetitions");
     }
     llama_sampler_free(parsed);
 }

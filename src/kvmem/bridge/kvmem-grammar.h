@@ -4,5 +4,5 @@
 
 #include <string>
 
-// Throws kvmem_invalid where the grammar does not parse; llama.cpp has logged why.
+// Throws kvmem_invalid where the grammar does not parse, or would run without an end.
 void kvmem_grammar_require(const llama_vocab * vocab, const std::string & grammar);

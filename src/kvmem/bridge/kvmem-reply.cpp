@@ -304,7 +304,11 @@ int kvmem_reply_init(const kvmem_chat * chat, const struct llama_model * model, 
         common_chat_params  params = kvmem_chat_apply(*chat, std::string(request, n_request));
         const llama_vocab * vocab  = llama_model_get_vocab(model);
         if (!params.grammar.empty()) {
-            kvmem_grammar_require(vocab, params.grammar);
+            try {
+                kvmem_grammar_require(vocab, params.grammar);
+            } catch (const kvmem_invalid & e) {
+                throw kvmem_invalid(std::string("its grammar cannot be used: ") + e.what());
+            }
         }
         auto reply     = std::make_unique<kvmem_reply>();
         reply->format  = params.format;

@@ -1,3 +1,4 @@
+#include "kvmem-gbnf.h"
 #include "kvmem-guard.h"
 
 #include "common.h"
@@ -64,6 +65,7 @@ static void read_logit_bias(common_params_sampling & params, const common_json &
 static void read_grammar(common_params_sampling & params, const common_json & value) {
     const auto text = value.get<std::string>();
     if (!text.empty()) {
+        kvmem_gbnf_require_bounded(text);
         params.grammar = common_grammar(COMMON_GRAMMAR_TYPE_USER, text);
     }
 }
@@ -81,6 +83,7 @@ static void read_constraint(common_params_sampling & params, const common_json &
     if (text.empty()) {
         return;
     }
+    kvmem_gbnf_require_bounded(text);
     params.grammar      = common_grammar(COMMON_GRAMMAR_TYPE_TOOL_CALLS, text);
     params.grammar_lazy = value.at("lazy").get<bool>();
     for (const auto & item : value.at("triggers")) {

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvmem.chat.constraint import require_grammar, require_schema
+from kvmem.chat.constraint import merged_schema, require_grammar, require_schema
 from kvmem.chat.fields import (
     FieldError,
     read_bool,
@@ -121,7 +121,7 @@ def parse_completion_request(
         prompts=prompts,
         is_list=is_list,
         n=read_integer(body, "n", least=1, most=MAX_CHOICES) or 1,
-        schema=schema,
+        schema=None if schema is None else merged_schema(schema),
         grammar=grammar,
         sampling=read_sampling(body, defaults.sampling),
         max_tokens=read_max_tokens(body, defaults.max_tokens),

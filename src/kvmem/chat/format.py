@@ -12,7 +12,12 @@ from kvmem.chat.constraint import require_grammar, require_schema
 from kvmem.chat.fields import FieldError
 from kvmem.chat.messages import Message
 from kvmem.chat.request import ChatRequest
-from kvmem.chat.schema import find_bound_texts, find_oversized, find_unenforced
+from kvmem.chat.schema import (
+    find_bound_texts,
+    find_contradictions,
+    find_oversized,
+    find_unenforced,
+)
 from kvmem.errors import RequestError, UnsupportedContentError
 from kvmem.llama.grammar import check_grammar, schema_grammar
 from kvmem.llama.model import Model
@@ -66,14 +71,15 @@ class TemplateFormat:
             require_schema(model, request.schema, "response_format")
         if not request.tools or request.tool_choice.mode == "none":
             return []
+        notes = self._check_tools(request, model)  # calls are read even where tools are not shown
         if self.has_tools:
-            return self._check_tools(request, model)
+            return notes
         if request.tool_choice.mode == "required":
             raise UnsupportedContentError(
                 "a call is demanded, but this model's chat template has no place for tools; start "
                 "the server with a --chat-template-file that has one"
             )
-        return ["the chat template has no place for tools: the model is not told of them"]
+        return ["the chat template has no place for tools: the model is not told of them", *notes]
 
     def _check_tools(self, request: ChatRequest, model: Model) -> list[str]:
         notes = []
@@ -81,6 +87,8 @@ class TemplateFormat:
             where = f"{tool.path}.function.parameters"
             for fault in find_oversized(tool.parameters):
                 raise FieldError(where, f"of {tool.name} cannot be used: {fault}")
+            for fault in find_contradictions(tool.parameters):
+                raise FieldError(where, f"of {tool.name} have no value: {fault}")
             lost = self._lost_demands(tool.parameters, model)
             if lost and tool.is_strict:
                 hint = "leave it out, or strict"

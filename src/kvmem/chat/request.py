@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvmem.chat.constraint import merged_schema
 from kvmem.chat.fields import (
     FieldError,
     read_bool,
@@ -142,14 +143,14 @@ def _read_constraint(body: dict[str, Any]) -> tuple[Mapping[str, Any] | None, st
         schema = read_object(inner, "schema", path="response_format.json_schema.")
         if schema is None:
             raise FieldError("response_format.json_schema.schema", "must be given")
-        given["response_format"] = schema
+        given["response_format"] = merged_schema(schema)
     elif kind == "json_object":
         schema = read_object(form, "schema", path="response_format.")
-        given["response_format"] = schema or {"type": "object"}
+        given["response_format"] = merged_schema(schema or {"type": "object"})
     elif kind != "text":
         raise FieldError("response_format.type", "must be text, json_object or json_schema")
     if (schema := read_object(body, "json_schema")) is not None:
-        given["json_schema"] = schema
+        given["json_schema"] = merged_schema(schema)
     grammar = read_text(body, "grammar") or None
     if len(given) + (grammar is not None) > 1:
         names = ", ".join([*given, *(["grammar"] if grammar else [])])

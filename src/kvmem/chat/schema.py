@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvmem.errors import RequestError
 from kvmem.llama.grammar import schema_grammar
@@ -18,6 +18,7 @@ __all__ = [
     "MAX_TEXT",
     "Unenforced",
     "find_bound_texts",
+    "find_contradictions",
     "find_oversized",
     "find_unenforced",
 ]
@@ -27,6 +28,12 @@ MAX_DEPTH = 64
 MAX_NAME = 256
 MAX_VALUES = 1000
 MAX_TEXT = 1 << 18
+
+# llama.cpp takes a larger maximum for none
+MAX_TIMES = 2000
+# it counts digits where one bound is missing, and takes the ends of 64 bits for missing ones
+MAX_OPEN_BOUND = 10**15
+MAX_BOUND = 2**63 - 2
 
 # says nothing about which values are right
 ANNOTATIONS = frozenset(
@@ -59,6 +66,18 @@ TYPED: Mapping[str, str] = {
     "exclusiveMinimum": "integer",
     "exclusiveMaximum": "integer",
 }
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+RANGES = (
+    ("minLength", "maxLength"),
+    ("minItems", "maxItems"),
+    ("minProperties", "maxProperties"),
+    ("minContains", "maxContains"),
+    ("minimum", "maximum"),
+)
+# what a part of an allOf may have; the rest of it is lost, and of closed parts the closing
+IN_ALL_OF = frozenset({"type", "properties", "required"})
+# hold values, not schemas
+VALUES = frozenset({"const", "enum", "default", "examples", "example"})
 ALTERNATIVES = ("oneOf", "anyOf", "allOf")
 # what the presence of a keyword makes llama.cpp forget about the rest of its schema
 DECIDING = ("$ref", "oneOf", "anyOf", "const", "enum")
@@ -114,6 +133,46 @@ def find_oversized(schema: Mapping[str, Any]) -> Iterator[Unenforced]:
         left += [(item, f"{path}/{name}"[:MAX_NAME], depth + 1) for name, item in items]
     if len(json.dumps(schema)) > MAX_TEXT:
         yield Unenforced("#", "the schema", f"is longer than {MAX_TEXT} characters")
+
+
+def find_contradictions(schema: Mapping[str, Any]) -> Iterator[Unenforced]:
+    """Ranges that no value is in; llama.cpp never comes to an end of some."""
+    left: list[tuple[Any, str]] = [(schema, "#")]
+    while left:
+        node, path = left.pop()
+        if isinstance(node, list):
+            left += [(item, f"{path}/{index}") for index, item in enumerate(node)]
+        if not isinstance(node, Mapping):
+            continue
+        for low, high in RANGES:
+            lows, highs = _numbers(node, low), _numbers(node, high)
+            if lows and highs and lows[0] > highs[0]:
+                yield Unenforced(path, f"{low} {lows[0]}", f"contradicts {high} {highs[0]}")
+        least, most = _integer_range(node)
+        if node.get("type") == "integer" and least is not None and most is not None:
+            given = [keyword for keyword in BOUNDS if keyword in node]
+            if least > most and given != ["minimum", "maximum"]:
+                yield Unenforced(path, " and ".join(given), "leave no integer")
+        left += [(item, f"{path}/{name}") for name, item in node.items() if name not in VALUES]
+
+
+def _integer_range(schema: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """The least and the largest integer that its bounds allow; None where there is no bound."""
+    lows = _numbers(schema, "minimum")
+    highs = _numbers(schema, "maximum")
+    lows += [bound + 1 for bound in _numbers(schema, "exclusiveMinimum")]
+    highs += [bound - 1 for bound in _numbers(schema, "exclusiveMaximum")]
+    return max(lows, default=None), min(highs, default=None)
+
+
+def _numbers(schema: Mapping[str, Any], keyword: str) -> list[float]:
+    """The value of a keyword, if it is a number."""
+    value = schema.get(keyword)
+    return [value] if _is_number(value) else []
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class _Walk:
@@ -180,6 +239,7 @@ class _Walk:
         value = schema[keyword]
         if keyword == "allOf":
             yield from self._visit_alternatives(value, f"{path}/allOf")
+            yield from self._visit_parts(value, f"{path}/allOf")
             if any(k in schema for k in ("properties", "additionalProperties", "items")):
                 yield Unenforced(path, "allOf", "is lost beside the properties")
             return
@@ -218,6 +278,10 @@ class _Walk:
                 yield Unenforced(path, keyword, f"{value!r} has no grammar")
         elif keyword == "pattern":
             yield from self._try_pattern(value, path)
+        elif keyword in BOUNDS:
+            yield from self._visit_bound(schema, keyword, value, path)
+        elif keyword in ("maxLength", "maxItems") and _is_number(value) and value > MAX_TIMES:
+            yield Unenforced(path, keyword, f"has no grammar above {MAX_TIMES}")
         else:
             yield from self._try({"type": kind, keyword: value}, path, keyword)
         if kind == "string" and keyword != "pattern" and "pattern" in schema:
@@ -227,6 +291,20 @@ class _Walk:
         for weak, strong in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
             if keyword == weak and strong in schema:
                 yield Unenforced(path, keyword, f"is lost beside {strong}")
+
+    def _visit_bound(
+        self, schema: Mapping[str, Any], keyword: str, value: Any, path: str
+    ) -> Iterator[Unenforced]:
+        least, most = _integer_range(schema)
+        limit = MAX_OPEN_BOUND if least is None or most is None else MAX_BOUND
+        if isinstance(value, float) and not value.is_integer():
+            yield Unenforced(path, keyword, "must be a whole number for an integer")
+        elif _is_number(value) and abs(value) > limit:
+            yield Unenforced(path, keyword, f"has no grammar beyond {limit}")
+        elif all(abs(bound) <= limit for name in BOUNDS for bound in _numbers(schema, name)):
+            # a large one has a grammar only beside its other end
+            bounds = {name: schema[name] for name in BOUNDS if _numbers(schema, name)}
+            yield from self._try({"type": "integer", **bounds, keyword: value}, path, keyword)
 
     def _visit_items(
         self, schema: Mapping[str, Any], keyword: str, value: Any, path: str
@@ -248,6 +326,31 @@ class _Walk:
             return
         for index, item in enumerate(value):
             yield from self.visit(item, f"{path}/{index}")
+
+    def _visit_parts(self, value: Any, path: str) -> Iterator[Unenforced]:
+        """Parts of an allOf: of each, no more than its properties is kept."""
+        names: set[str] = set()
+        for index, item in enumerate(value if isinstance(value, list) else ()):
+            part = item
+            followed: set[Any] = set()
+            while isinstance(part, Mapping) and isinstance(part.get("$ref"), str):
+                if part["$ref"] in followed:
+                    break
+                followed.add(part["$ref"])
+                part = _target(self._root, part["$ref"])
+            if not isinstance(part, Mapping):
+                continue
+            for keyword, inner in part.items():
+                is_kept = keyword in IN_ALL_OF or keyword in ANNOTATIONS
+                if not is_kept and not (keyword == "additionalProperties" and inner is True):
+                    yield Unenforced(f"{path}/{index}", keyword, "is lost in allOf")
+            if part.get("type", "object") != "object":
+                yield Unenforced(f"{path}/{index}", "type", "is lost in allOf")
+            properties = part.get("properties")
+            for name in properties if isinstance(properties, Mapping) else ():
+                if name in names:
+                    yield Unenforced(f"{path}/{index}", "properties", f"has {name!r} once more")
+                names.add(name)
 
     def _follow(self, ref: Any, path: str) -> Iterator[Unenforced]:
         if not isinstance(ref, str) or not ref.startswith("#/"):
