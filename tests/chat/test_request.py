@@ -157,6 +157,7 @@ def test_unknown_fields_and_hints_are_ignored() -> None:
         ({"max_tokens": 1.5}, "max_tokens", "max_tokens must be an integer, not a number"),
         ({"max_tokens": -2}, "max_tokens", "max_tokens is -2, but must be from -1 to 2147483647"),
         ({"temperature": "0"}, "temperature", "temperature must be a number, not a string"),
+        ({"temperature": math.nan}, "temperature", "temperature must be a number, not NaN"),
         ({"temperature": 10**400}, "temperature",
          "temperature must be a number, not one beyond all range"),
         ({"logit_bias": {"1": 10**400}}, "logit_bias",
@@ -165,7 +166,7 @@ def test_unknown_fields_and_hints_are_ignored() -> None:
          "logit_bias must hold numbers (or false, which forbids a token)"),
         ({"logit_bias": [[(1 << 32) + 5, 1]]}, "logit_bias",
          "logit_bias must name tokens from 0 to 2147483647"),
-        ({"temperature": -1}, "temperature", "temperature is -1, but must be from 0 to 1e+06"),
+        ({"temperature": -1}, "temperature", "temperature is -1, but must be from 0 to 1000000"),
         ({"top_p": 2}, "top_p", "top_p is 2, but must be from 0 to 1"),
         ({"repeat_penalty": 0}, "repeat_penalty", "repeat_penalty is 0, but must be above 0 "
          "(1 turns it off)"),

@@ -102,7 +102,7 @@ def _range(least: float, most: float) -> str:
 
 
 def _plain(bound: float) -> str:
-    return str(bound) if isinstance(bound, int) else f"{bound:g}"
+    return str(int(bound)) if is_number(bound) and bound == int(bound) else f"{bound:g}"
 
 
 def _shown(value: object) -> str:
