@@ -3,9 +3,13 @@
 import json
 import logging
 import re
+import socket
+import threading
 from typing import Any
 
+import httpx2
 import pytest
+import uvicorn
 from server_fake import FakeBackend, Script, app_of, until
 from starlette.testclient import TestClient
 
@@ -327,6 +331,30 @@ def test_a_fault_of_the_engine_is_logged_once(
         assert [record.message for record in caplog.records if record.exc_info] == [
             "a request failed"
         ]
+
+
+def test_a_fault_of_a_handler_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(FakeBackend):
+        def describe(self) -> dict[str, Any]:
+            raise ZeroDivisionError("own")
+
+    monkeypatch.setattr(logging.getLogger("kvmem"), "propagate", True)
+    server = uvicorn.Server(uvicorn.Config(app_of(Broken()), log_config=None, port=0))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        until(lambda: server.started)
+        until(lambda: httpx2.get(f"{url}/health").status_code == 200)
+        response = httpx2.get(f"{url}/v1/models")
+        server.should_exit = True
+        thread.join()
+    assert response.json()["error"]["message"] == "internal error; the log has it"
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert record.exc_info is not None and record.exc_info[1] is not None
+    assert record.exc_info[1].__notes__ == ["while answering GET /v1/models"]
 
 
 def test_one_model_by_its_name() -> None:

@@ -11,7 +11,12 @@ from server_fake import WAIT_S, Call, FakeBackend, Script, acquire, app_of, runn
 from starlette.testclient import TestClient
 
 from kvmem.config import ServerConfig
+from kvmem.engine.prompt import Prompt
+from kvmem.engine.sampling import GenerateParams
+from kvmem.errors import EngineError
 from kvmem.server.app import create_app
+from kvmem.server.fair_queue import FairQueue
+from kvmem.server.worker import EngineWorker
 
 ENDLESS = [b"x"] * 10_000
 
@@ -227,6 +232,37 @@ def test_a_halt_answers_who_runs_who_waits_and_who_comes() -> None:
             assert [call.status for call in (waiting[1], late)] == [503, 503]
             assert not backend.closed, "what counts tokens goes on until the connections are closed"
         assert backend.closed
+
+    run(test())
+
+
+def test_who_comes_while_the_engine_fails_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded, may_fail, failed = threading.Event(), threading.Event(), threading.Event()
+
+    def announce(backend: object) -> None:
+        loaded.set()
+        assert may_fail.wait(WAIT_S)
+        raise EngineError("it broke")
+
+    put = FairQueue.put
+
+    def put_late(*args: Any) -> None:
+        may_fail.set()
+        assert failed.wait(WAIT_S)
+        put(*args)
+
+    async def test() -> None:
+        worker = EngineWorker(
+            lambda _: FakeBackend(), on_ready=announce, on_failure=lambda _: failed.set()
+        )
+        worker.start()
+        assert await asyncio.to_thread(loaded.wait, WAIT_S)
+        monkeypatch.setattr(FairQueue, "put", put_late)
+        with pytest.raises(EngineError, match="it broke"):
+            worker.submit(Prompt(tokens=(1, 2)), GenerateParams())
+        await asyncio.to_thread(worker.stop)
 
     run(test())
 

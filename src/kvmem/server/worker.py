@@ -212,6 +212,7 @@ class EngineWorker:
             raise CapacityError(f"{self.n_waiting} requests wait already; try again later")
         generation = Generation(prompt, params, self)
         self._queue.put(generation, _session_of(prompt))
+        _ = self.backend  # where it has failed meanwhile, nobody takes from the queue
         return generation
 
     def _set_progress(self, fraction: float) -> None:
