@@ -57,6 +57,7 @@ def tool(name: str, /, strict: bool = False, **properties: Any) -> dict[str, Any
 
 TWO_WORDS = {"type": "string", "enum": ["yes", "no"]}
 WIDE = {"type": "integer", "minimum": 2**63 - 808, "maximum": 2**63 - 1}
+LOOP = {"$ref": "#/properties/b"}
 LOOK = tool("look", place={"type": "string"})
 OTHER = tool("other", n={"type": "integer"})
 
@@ -309,6 +310,11 @@ def test_tools_of_other_types_are_left_out_with_a_note(vocab: Vocab) -> None:
             {"json_schema": {"type": "array", "minItems": 5, "maxItems": 3}},
             "response_format",
             "has no value: minItems 5 at # contradicts maxItems 3",
+        ),
+        (
+            {"tools": [tool("f", a={"allOf": [{"$ref": "#/properties/b"}, {}]}, b=LOOP)]},
+            "tools[0].function.parameters",
+            "of f cannot be used: .ref at #/properties/b comes back to itself",
         ),
         ({"json_schema": WIDE}, "response_format", "maximum at # has no grammar beyond"),
         (

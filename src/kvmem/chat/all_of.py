@@ -1,5 +1,6 @@
 """allOf in JSON schemas: its parts as one schema, which has a grammar where allOf has none."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,7 +84,8 @@ def _joined_values(keyword: str, one: Any, other: Any) -> Any:
     if keyword == "required" and isinstance(one, list) and isinstance(other, list):
         return one + [name for name in other if name not in one]
     if keyword == "enum" and isinstance(one, list) and isinstance(other, list):
-        common = [v for v in one if any(not _is_different(v, w) for w in other)]
+        allowed = {json.dumps(value, sort_keys=True) for value in other}
+        common = [value for value in one if json.dumps(value, sort_keys=True) in allowed]
         if common:
             return common
     if _is_different(one, other):

@@ -5,6 +5,7 @@ each demand is looked at alone, so that one which would be lost can be named.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,6 +28,7 @@ __all__ = [
 MAX_DEPTH = 64
 MAX_NAME = 256
 MAX_VALUES = 1000
+MAX_OPTIONAL = 500
 MAX_TEXT = 1 << 18
 
 # llama.cpp takes a larger maximum for none
@@ -34,6 +36,9 @@ MAX_TIMES = 2000
 # it counts digits where one bound is missing, and takes the ends of 64 bits for missing ones
 MAX_OPEN_BOUND = 10**15
 MAX_BOUND = 2**63 - 2
+
+# llama.cpp reads an index as C does: what follows the digits is left out
+INDEX = re.compile(r"\s*[+-]?([0-9]+)")
 
 # says nothing about which values are right
 ANNOTATIONS = frozenset(
@@ -126,6 +131,13 @@ def find_oversized(schema: Mapping[str, Any]) -> Iterator[Unenforced]:
             items = node.items()
             if any(len(name) > MAX_NAME for name in node):
                 yield Unenforced(path, "a name", f"is longer than {MAX_NAME}")
+            if _count_optional(node) > MAX_OPTIONAL:
+                reason = f"has more than {MAX_OPTIONAL} that are not required"
+                yield Unenforced(path, "properties", reason)
+            if _is_loop(node, schema):
+                yield Unenforced(
+                    path, "$ref", f"comes back to itself, or leads on {MAX_DEPTH} times"
+                )
         elif isinstance(node, list):
             items = enumerate(node)
             if len(node) > MAX_VALUES:
@@ -133,6 +145,24 @@ def find_oversized(schema: Mapping[str, Any]) -> Iterator[Unenforced]:
         left += [(item, f"{path}/{name}"[:MAX_NAME], depth + 1) for name, item in items]
     if len(json.dumps(schema)) > MAX_TEXT:
         yield Unenforced("#", "the schema", f"is longer than {MAX_TEXT} characters")
+
+
+def _count_optional(schema: Mapping[str, Any]) -> int:
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping):
+        return 0
+    return len(properties) - len(required if isinstance(required, list) else ())
+
+
+def _is_loop(schema: Any, root: Mapping[str, Any]) -> bool:
+    """Whether references alone lead in a circle, or far; llama.cpp follows by recursion."""
+    followed: set[str] = set()
+    while isinstance(schema, Mapping) and isinstance(ref := schema.get("$ref"), str):
+        if ref in followed or len(followed) == MAX_DEPTH:
+            return True
+        followed.add(ref)
+        schema = _target(root, ref)
+    return False
 
 
 def find_contradictions(schema: Mapping[str, Any]) -> Iterator[Unenforced]:
@@ -387,8 +417,9 @@ def _target(root: Mapping[str, Any], ref: str) -> Any:
     for step in ref.split("/")[1:]:
         if isinstance(target, Mapping) and step in target:
             target = target[step]
-        elif isinstance(target, list) and step.isdigit() and int(step) < len(target):
-            target = target[int(step)]
+        elif isinstance(target, list) and (index := INDEX.match(step)):
+            place = int(index[1][:MAX_NAME])
+            target = target[place] if place < len(target) else None
         else:
             return None
     return target
