@@ -15,7 +15,7 @@ static const uint64_t MAX_TIMES = 2000;
 static const uint64_t MAX_UNFOLDED = 1 << 20;
 
 // ways to begin a rule, each of which is a stack of the sampler and a walk of the search for left recursion
-static const uint64_t MAX_BEGINNINGS = 1 << 16;
+static const uint64_t MAX_BEGINNINGS = 1 << 13;
 
 namespace {
 
