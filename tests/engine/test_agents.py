@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from engines import ENDLESS, Reply, make_config, record
-from stock import require_tie
+from engines import ENDLESS, make_config, record
+from stock import TIE, require_tie
 
 from kvmem.engine.conversations import common_prefix
 from kvmem.engine.engine import Engine
@@ -20,6 +20,7 @@ from kvmem.engine.events import Done, TokenEvent
 from kvmem.engine.prompt import Prompt, RoleSpan, Span
 from kvmem.engine.sampling import GenerateParams
 from kvmem.engine.session import Session
+from kvmem.engine.stats import RequestStats
 
 Tokens = tuple[int, ...]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -65,12 +66,39 @@ def render(messages: list[Message]) -> Prompt:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """leads: without drafts, by how much the best logit stood before the next one at each token."""
+
+    tokens: Tokens
+    leads: tuple[float, ...]
+    done: Done
+
+    @property
+    def stats(self) -> RequestStats:
+        return self.done.stats
+
+
 def generate(session: Session, prompt: Prompt) -> Reply:
+    tokens, leads = [], []
     params = GenerateParams(sampling=ENDLESS, max_tokens=8)
-    events = list(session.generate(prompt, params))
-    done = events[-1]
-    assert isinstance(done, Done)
-    return Reply(tuple(e.token for e in events if isinstance(e, TokenEvent)), done)
+    for event in session.generate(prompt, params):
+        if isinstance(event, TokenEvent):
+            second, best = np.partition(session.memory.context.logits(-1), -2)[-2:]
+            tokens.append(event.token)
+            leads.append(float(best - second))
+    assert isinstance(event, Done)
+    return Reply(tuple(tokens), tuple(leads), event)
+
+
+def require_tie_in_sight(reply: Reply, expected: Reply) -> None:
+    """AssertionError unless they part where the twin, without drafts, had two tokens side by side.
+
+    What was read in other pieces is rounded otherwise; stock llama.cpp sees more than they did.
+    """
+    pairs = zip(reply.tokens, expected.tokens, strict=True)
+    at = next(i for i, (one, other) in enumerate(pairs) if one != other)
+    assert expected.leads[at] < TIE, f"token {at}"
 
 
 @dataclass
@@ -185,7 +213,10 @@ def play(path: Path, seed: int, n_turns: int, *, stops: bool, **memory: object) 
             assert render(twin.next()) == prompt
             expected = generate(other, prompt)
             if reply.tokens != expected.tokens:
-                require_tie(path, prompt.tokens, reply.tokens, expected.tokens)
+                if memory.get("n_drafts"):
+                    require_tie(path, prompt.tokens, reply.tokens, expected.tokens)
+                else:
+                    require_tie_in_sight(reply, expected)
                 n_ties += 1
             agent.hear(expected.tokens)
             twin.hear(expected.tokens)
@@ -223,6 +254,8 @@ def test_20_turns_of_two_agents(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "n_drafts"), [("qwen35", 0), ("qwen35_mtp", 3)])
-def test_100_turns_of_ten_agents(kind: str, n_drafts: int, tiny: Callable[..., Path]) -> None:
-    play_all(tiny(kind), range(10), 100, ENOUGH, n_drafts)
+@pytest.mark.parametrize(("kind", "budget", "n_drafts"), TRIALS)
+def test_100_turns_of_ten_agents(
+    kind: str, budget: int, n_drafts: int, tiny: Callable[..., Path]
+) -> None:
+    play_all(tiny(kind), range(10), 100, budget, n_drafts)
