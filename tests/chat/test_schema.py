@@ -30,6 +30,33 @@ def lost(model: Model, schema: Json) -> list[tuple[str, str]]:
     return [(f.path, f.keyword) for f in find_unenforced(schema, partial(check_grammar, model))]
 
 
+KEYWORDS = (
+    "$defs", "$ref", "additionalProperties", "allOf", "anyOf", "const", "enum", "exclusiveMaximum",
+    "exclusiveMinimum", "format", "items", "maxItems", "maxLength", "maximum", "minItems",
+    "minLength", "minimum", "multipleOf", "oneOf", "pattern", "prefixItems", "properties",
+    "propertyNames", "required", "title", "type",
+)  # fmt: skip
+ODD: tuple[Any, ...] = (None, True, 0, -1.5, "", "x", [], [[]], [None], {}, [{}], {"a": []})
+BESIDE: tuple[Json, ...] = (
+    {}, {"type": "object"}, {"type": [[]]}, {"type": 5, "enum": [1]}, {"type": [{}], "const": 1},
+    {"type": "string", "anyOf": [{"type": []}]}, {"allOf": [{"type": "string"}]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_values_of_any_type_are_kept_or_lost_by_name(model: Model, keyword: str) -> None:
+    for beside in BESIDE:
+        for value in ODD:
+            schema = {**beside, keyword: value}
+            try:
+                lost(model, schema)
+                lost(model, merge_all_of(schema))
+                list(find_oversized(schema))
+                list(find_contradictions(schema))
+            except RequestError as error:
+                assert str(error)
+
+
 @pytest.mark.parametrize(
     "schema",
     [

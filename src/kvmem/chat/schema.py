@@ -49,7 +49,8 @@ ANNOTATIONS = frozenset(
         "externalDocs",
     }
 )  # fmt: skip
-FORMATS = frozenset({"date", "time", "date-time", "uuid", *(f"uuid{n}" for n in range(1, 6))})
+# a tuple, as a client may ask for anything, a list for one, which no set can look up
+FORMATS = ("date", "time", "date-time", "uuid", *(f"uuid{n}" for n in range(1, 6)))
 
 TEXT_DEMANDS = ("pattern", "minLength", "maxLength", "format")
 
@@ -251,15 +252,18 @@ class _Walk:
         """
         if keyword != "type":
             return False
-        kinds = schema["type"]
-        kinds = {kinds} if isinstance(kinds, str) else set(kinds)
+        given = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        kinds = {kind for kind in given if isinstance(kind, str)}
+        if len(kinds) < len(given):
+            return False
         if deciding == "const":
             return _type_of(schema["const"]) <= kinds
         if deciding == "enum" and isinstance(schema["enum"], list):
             return all(_type_of(value) & kinds for value in schema["enum"])
         if deciding in ALTERNATIVES and isinstance(schema[deciding], list):
             return all(
-                isinstance(item, Mapping) and item.get("type") in kinds for item in schema[deciding]
+                isinstance(item, Mapping) and item.get("type") in tuple(kinds)
+                for item in schema[deciding]
             )
         return False
 
@@ -297,7 +301,7 @@ class _Walk:
             known = schema.get("properties")
             known = known if isinstance(known, Mapping) else {}
             for name in value if isinstance(value, list) else ():
-                if name not in known:
+                if not isinstance(name, str) or name not in known:
                     yield Unenforced(path, "required", f"names {name!r}, which properties lacks")
         elif keyword == "additionalProperties" and isinstance(value, Mapping):
             yield from self.visit(value, f"{path}/additionalProperties")
