@@ -8,6 +8,7 @@ from kvmem.errors import ConfigError
 
 __all__ = ["ServerConfig"]
 
+HOST = re.compile(r"\*|(\*\.)?[^\s:/*]+")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -18,6 +19,7 @@ class ServerConfig:
     alias: the name in /v1/models and in replies; None for the file's stem.
     api_keys: any of them opens every route but /health; empty for no check.
     queue_limit: requests that may wait; more are told to come back.
+    allowed_hosts: names that requests may call this server by, where no key is set; "*" for any.
     cors_origins: web pages that may ask beside those of this machine; "*" for all.
     ssl_key_file, ssl_cert_file: PEM files, both or none.
     show_slots, show_metrics: whether /slots and /metrics answer.
@@ -28,6 +30,7 @@ class ServerConfig:
     alias: str | None = None
     api_keys: tuple[str, ...] = ()
     queue_limit: int = 64
+    allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     ssl_key_file: Path | None = None
     ssl_cert_file: Path | None = None
@@ -48,6 +51,9 @@ class ServerConfig:
             path = getattr(self, name)
             if path is not None and not path.is_file():
                 raise ConfigError(name, path, "a file that can be read")
+        for host in self.allowed_hosts:
+            if not HOST.fullmatch(host):
+                raise ConfigError("allowed_hosts", host, "*, a name, or a name as *.example.com")
         for origin in self.cors_origins:
             if origin != "*" and (not ORIGIN.fullmatch(origin)):
                 raise ConfigError("cors_origins", origin, "* or as https://host or http://host:80")

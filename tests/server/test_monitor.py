@@ -218,6 +218,46 @@ def test_foreign_pages_may_not_ask(allowed: tuple[str, ...], origin: str, may: b
         assert client.get("/v1/models", headers=key).status_code == 200, "no page, no origin"
 
 
+@pytest.mark.parametrize(
+    ("settings", "host", "may"),
+    [
+        ({}, "127.0.0.1:8080", True),
+        ({}, "[::1]:8080", True),
+        ({}, "192.168.1.20", True),
+        ({}, "localhost:80", True),
+        ({}, "LOCALHOST.", True),
+        ({}, "kvmem", True),
+        ({}, "box.local:8080", True),
+        ({}, "host.docker.internal", True),
+        ({}, "evil.example", False),
+        ({}, "localhost.evil.example:8080", False),
+        ({}, "127.0.0.1.evil.example", False),
+        ({"host": "chat.lan.example"}, "chat.lan.example:8080", True),
+        ({"allowed_hosts": ("chat.example",)}, "Chat.Example:443", True),
+        ({"allowed_hosts": ("chat.example",)}, "a.chat.example", False),
+        ({"allowed_hosts": ("*.example",)}, "a.chat.example", True),
+        ({"allowed_hosts": ("*",)}, "evil.example", True),
+        ({"cors_origins": ("https://chat.example",)}, "chat.example", True),
+        ({"cors_origins": ("*",)}, "evil.example", True),
+        ({"api_keys": ("k",)}, "evil.example", True),
+    ],
+)
+def test_a_name_of_elsewhere_that_leads_here(
+    settings: dict[str, Any], host: str, may: bool
+) -> None:
+    """DNS rebinding: what a page may not read across origins, it asks for under its own name."""
+    with TestClient(app_of(FakeBackend(Script()), **settings)) as client:
+        key = {"Authorization": "Bearer k"}
+        until(lambda: client.get("/health").status_code == 200)
+        for path in ("/v1/models", "/health", "/slots"):
+            response = client.get(path, headers={**key, "Host": host})
+            assert response.status_code == (200 if may else 403)
+            if not may:
+                error = response.json()["error"]
+                assert (error["type"], error["code"]) == ("permission_error", 403)
+                assert "--allowed-hosts" in error["message"] and host in error["message"]
+
+
 def test_settings_of_the_server_are_checked(tmp_path: Path) -> None:
     pem = tmp_path / "k.pem"
     pem.write_text("x")
@@ -225,6 +265,7 @@ def test_settings_of_the_server_are_checked(tmp_path: Path) -> None:
         ({"ssl_key_file": pem}, "ssl_cert_file is not given"),
         ({"ssl_key_file": pem, "ssl_cert_file": tmp_path / "no"}, "a file that can be read"),
         ({"cors_origins": ("chat.example",)}, "cors_origins is chat.example"),
+        ({"allowed_hosts": ("https://chat.example",)}, "allowed_hosts is https://chat.example"),
     ):
         with pytest.raises(ConfigError, match=message):
             ServerConfig(**settings)

@@ -55,6 +55,13 @@ class ServerOptions:
                help="Web pages that may ask, as https://host with commas between, or *. Left out, "
                "or localhost: those of this machine alone."),
     ] = ""  # fmt: skip
+    allowed_hosts: Annotated[
+        str,
+        flag("--allowed-hosts", env="KVMEM_ALLOWED_HOSTS", panel=SERVER_PANEL,
+             help="Names that requests may call this server by where no key is set, with commas "
+             "between: chat.example, *.example for all below it, * for any. Addresses and names "
+             "of this network always may."),
+    ] = ""  # fmt: skip
     slots: Annotated[
         bool,
         llama_flag("--slots/--no-slots", env="ENDPOINT_SLOTS", panel=SERVER_PANEL,
@@ -76,11 +83,13 @@ class ServerOptions:
         if self.parallel != 1:
             raise ConfigError("parallel", self.parallel, "1: one history is on the device")
         origins = [text.strip().rstrip("/") for text in self.cors_origins.split(",")]
+        hosts = [text.strip() for text in self.allowed_hosts.split(",")]
         return ServerConfig(
             host=self.host,
             port=self.port,
             alias=self.alias or model.stem,
             api_keys=self._keys(),
+            allowed_hosts=tuple(name for name in hosts if name),
             cors_origins=tuple(origin for origin in origins if origin not in ("", "localhost")),
             ssl_key_file=self.ssl_key_file,
             ssl_cert_file=self.ssl_cert_file,

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -18,7 +19,7 @@ from kvmem.server.completions import CompletionApi
 from kvmem.server.errors import error_response, http_error_response
 from kvmem.server.monitor import MonitorApi
 from kvmem.server.routes import Api
-from kvmem.server.security import ApiKeys, Origins
+from kvmem.server.security import ApiKeys, Hosts, Origins
 from kvmem.server.tokens import TokenApi
 from kvmem.server.worker import EngineWorker, Load
 
@@ -65,6 +66,7 @@ def create_app(
             *monitor.routes(),
         ],
         middleware=[
+            *_host_check(config),
             Middleware(Origins, allowed=config.cors_origins),  # before keys: a preflight has none
             Middleware(ApiKeys, keys=config.api_keys),
         ],
@@ -77,6 +79,15 @@ def create_app(
     )
     app.state.halt = worker.halt
     return app
+
+
+def _host_check(config: ServerConfig) -> list[Middleware]:
+    """None where a key is asked for, or where any page may ask anyway."""
+    if config.api_keys or "*" in config.cors_origins:
+        return []
+    pages = (urlsplit(origin).hostname or "" for origin in config.cors_origins)
+    allowed = (*config.allowed_hosts, *pages)
+    return [Middleware(Hosts, own=config.host, allowed=allowed)]
 
 
 async def _on_kvmem_error(request: Request, error: Exception) -> Response:

@@ -1,6 +1,8 @@
-"""Who may ask: keys, and which web pages."""
+"""Who may ask: keys, under which name of this machine, and which web pages."""
 
 import hmac
+import ipaddress
+import socket
 from contextlib import suppress
 from urllib.parse import urlsplit
 
@@ -9,11 +11,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvmem.server.errors import http_error_response
 
-__all__ = ["OPEN_PATHS", "ApiKeys", "Origins"]
+__all__ = ["OPEN_PATHS", "ApiKeys", "Hosts", "Origins"]
 
 OPEN_PATHS = ("/health", "/v1/health")  # need no key
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+# names that no public name server answers for
+PRIVATE_ENDINGS = (".localhost", ".local", ".internal", ".home.arpa")
 PREFLIGHT_S = "600"
 
 
@@ -49,6 +53,52 @@ def _forms(key: str) -> set[bytes]:
     with suppress(UnicodeEncodeError):
         forms.add(key.encode("latin-1"))
     return forms
+
+
+class Hosts:
+    """Refuses requests that are meant for a host of another name, where no key is asked for.
+
+    A web page may have its own name lead to this machine, and then ask as if from here (DNS
+    rebinding). It cannot do so under an address, under a name that is known on this network alone,
+    or where a key is wanted, which it does not have.
+    own: the host that is listened on. allowed: further names, `*.example.com` for all below one,
+    "*" for any.
+    """
+
+    def __init__(self, app: ASGIApp, *, own: str, allowed: tuple[str, ...]) -> None:
+        self._app = app
+        names = {name.lower().rstrip(".") for name in (own, socket.gethostname(), *allowed)}
+        self._names = frozenset(names)
+        self._endings = tuple(name[1:] for name in names if name.startswith("*."))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
+        if host is None or self._is_known(_name_of(host)):
+            await self._app(scope, receive, send)
+            return
+        response = http_error_response(
+            403,
+            f"the Host header says {host[:100]!r}, which is no name of this server; name it with "
+            "--allowed-hosts, set --api-key, or have the proxy in front send Host: localhost",
+        )
+        await response(scope, receive, send)
+
+    def _is_known(self, name: str) -> bool:
+        if "*" in self._names or name in self._names or "." not in name:
+            return True
+        if name.endswith((*PRIVATE_ENDINGS, *self._endings)):
+            return True
+        with suppress(ValueError):
+            ipaddress.ip_address(name)
+            return True
+        return False
+
+
+def _name_of(host: str) -> str:
+    """The host without its port, and an address without its brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower().rstrip(".")
 
 
 class Origins:
