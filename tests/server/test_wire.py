@@ -109,6 +109,35 @@ def test_the_order_of_a_stream() -> None:
     assert chunks[-1]["timings"] == whole["timings"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_replies_count_their_prompt_once(stream: bool) -> None:
+    """As OpenAI has it; what is said counts for each."""
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    response = post(FakeBackend(), n=3, **options)
+    usage = (chunks_of(response.text)[-1] if stream else response.json())["usage"]
+    assert usage == {
+        "prompt_tokens": 4,
+        "completion_tokens": 6,
+        "total_tokens": 10,
+        "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+        "prompt_cache_hit_tokens": 2,
+        "prompt_cache_miss_tokens": 2,
+    }
+
+
+def test_several_prompts_count_once_each() -> None:
+    client = client_of(FakeBackend())
+    body = {"prompt": ["abc", "defgh"], "n": 2, "max_tokens": 2}
+    usage = client.post("/v1/completions", json=body).json()["usage"]
+    client.__exit__(None, None, None)
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (
+        10,
+        8,
+        18,
+    )
+
+
 def test_without_include_usage_no_chunk_has_usage() -> None:
     chunks = chunks_of(post(FakeBackend(), stream=True).text)
     assert not any("usage" in chunk for chunk in chunks)
@@ -417,7 +446,7 @@ def test_several_replies_to_one_request() -> None:
     assert [(c["index"], c["message"]["content"]) for c in body["choices"]] == [
         (0, "one"), (1, "two")
     ]  # fmt: skip
-    assert body["usage"]["completion_tokens"] == 2 and body["usage"]["prompt_tokens"] == 8
+    assert body["usage"]["completion_tokens"] == 2 and body["usage"]["prompt_tokens"] == 4
     wanted = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = chunks_of(post(FakeBackend(*scripts), n=2, **wanted).text)
     assert [[c["index"] for c in chunk["choices"]] for chunk in chunks] == [

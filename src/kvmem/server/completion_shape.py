@@ -10,7 +10,7 @@ from kvmem.engine.events import PromptProgress
 from kvmem.engine.logprobs import TokenChance, TokenChances, TokenLogprob, TokenLogprobs
 from kvmem.server.completion_reader import Piece, WholeReply
 from kvmem.server.pace import Pace
-from kvmem.server.sse import fingerprint, sum_usage, timings_of, usage_of
+from kvmem.server.sse import choices_usage, fingerprint, sum_usage, timings_of, usage_of
 
 __all__ = ["NativeShape", "OpenAiShape"]
 
@@ -109,7 +109,9 @@ class OpenAiShape:
             _choice(i, reply.piece, _finish_reason(reply)) for i, reply in enumerate(replies)
         ]
         usage = [usage_of(reply.done.stats, stopped_after=reply.stopped_after) for reply in replies]
-        body = {**self._head, "choices": choices, "usage": sum_usage(usage)}
+        n = self._asked.n
+        each = [choices_usage(usage[i : i + n]) for i in range(0, len(usage), n)]
+        body = {**self._head, "choices": choices, "usage": sum_usage(each)}
         if len(replies) == 1:
             body["timings"] = timings_of(replies[0].done.stats)
         return body

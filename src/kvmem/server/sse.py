@@ -19,6 +19,7 @@ __all__ = [
     "END",
     "Reply",
     "ReplyShape",
+    "choices_usage",
     "encode",
     "fingerprint",
     "sum_usage",
@@ -62,8 +63,22 @@ def usage_of(
     }
 
 
+def choices_usage(usage: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Counts of several replies to one prompt: that counts once, as the first found it, and all
+    that was said to it counts.
+    """
+    said = sum(one["completion_tokens"] for one in usage)
+    details = sum(one["completion_tokens_details"]["reasoning_tokens"] for one in usage)
+    return {
+        **usage[0],
+        "completion_tokens": said,
+        "total_tokens": usage[0]["prompt_tokens"] + said,
+        "completion_tokens_details": {"reasoning_tokens": details},
+    }
+
+
 def sum_usage(usage: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Counts of several replies as one."""
+    """Counts for several prompts as one."""
     return {
         name: sum_usage([one[name] for one in usage])
         if isinstance(value, dict)
@@ -186,7 +201,7 @@ class ReplyShape:
             )
             for done, reader in ends
         ]
-        return {"usage": sum_usage(counts)}
+        return {"usage": choices_usage(counts)}
 
     def _chunk(self, index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "finish_reason": reason}
