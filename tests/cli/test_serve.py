@@ -10,6 +10,7 @@ import subprocess
 import urllib.error
 import urllib.request
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -118,6 +119,26 @@ def test_a_termination_answers_every_request(tiny_llama: Path) -> None:
             assert head.startswith("HTTP/1.1 503") and "retry-after: 2" in head.lower()
             assert json.loads(text)["error"]["message"] == "the server is stopping"
     assert not any("Traceback" in line or "CancelledError" in line for line in server.log())
+
+
+def test_a_client_that_does_not_read_is_waited_for_but_not_for_ever(tiny_llama: Path) -> None:
+    """The stream of a reader that has stopped: told to read on, it gets the end; else it is cut."""
+    with serving("-m", str(tiny_llama), *ARGS) as server:
+        address = server.address()
+        stream = {**ENDLESS, "stream": True, "logprobs": True, "top_logprobs": 20}
+        with send(address, stream) as slow, send(address, stream) as stuck:
+            for client in (slow, stuck):
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            assert slow.recv(1) == b"H"
+            server.process.send_signal(signal.SIGTERM)
+            began = monotonic()
+            sleep(4)
+            text = rest_of(slow).decode()
+            assert '"unavailable_error"' in text and monotonic() - began < 7
+            assert server.process.wait(WAIT_S) == 0
+            assert monotonic() - began < 10
+    with socket.create_server(address):
+        pass  # the port is free
 
 
 START = ("--port", "0", "-c", "512", "-t", "1")

@@ -27,8 +27,9 @@ from kvmem.server.backend import Backend, EngineBackend
 
 __all__ = ["serve"]
 
-# After a signal every client is told; who has not read it by then is cut off.
-SHUTDOWN_S = 3
+# After a signal every client is told; who has not read it by then is cut off. Ten seconds after it
+# the process is gone: the rest is for the batch that runs, and for giving the memory back.
+SHUTDOWN_S = 7
 
 
 class _Server(uvicorn.Server):
