@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmem.chat.render import ChatRenderer
-from kvmem.chat.reply import Delta, PlainParser, ReplyMessage, ReplyReader, ThinkingTags
+from kvmem.chat.reply import (
+    Delta,
+    Parser,
+    PlainParser,
+    ReplyMessage,
+    ReplyReader,
+    ThinkingTags,
+)
 from kvmem.chat.request import parse_chat_request
 from kvmem.engine.events import StopReason, TokenEvent
 from kvmem.llama.model import Model
@@ -82,6 +89,96 @@ def test_drafts_accepted_in_any_groups(renderer: ChatRenderer, sizes: list[int])
     )
     assert reader.finish_reason("stop") == "tool_calls"
     assert reader.reasoning_tokens == SCRIPT.index("</think>")  # the first was in the prompt
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowParser(PlainParser):
+    """Reads from the beginning each time: 75 ns a byte, as llama.cpp's here."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._n_bytes = 0
+        self.spent_s = 0.0
+
+    def feed(self, text: str) -> dict[str, Any]:
+        self._n_bytes += len(text)
+        self._clock.now += self._n_bytes * 75e-9
+        self.spent_s += self._n_bytes * 75e-9
+        return super().feed(text)
+
+
+@pytest.mark.parametrize("token_s", [0.001, 0.02, 0.5])
+def test_a_long_reply_takes_little_to_read_and_stays_live(token_s: float) -> None:
+    clock = Clock()
+    parser = SlowParser(clock)
+    reader = ReplyReader(parser, clock=clock)
+    said = ""
+    late_s = 0.0
+    shown_at: list[tuple[float, int]] = []
+    for n in range(32_000):
+        delta = reader.feed(events_of([b"word"]))
+        said += delta.content
+        assert n or delta.content, "the first token comes at once"
+        shown_at.append((clock.now, len(said)))
+        clock.now += token_s
+        waits_s = reader.waits_s
+        if waits_s is not None:
+            late_s = max(late_s, waits_s)
+            if waits_s == 0:
+                said += reader.feed([]).content
+    assert parser.spent_s < 0.06 * clock.now
+    assert late_s < 0.2
+    assert said + reader.finish("stop").content == "word" * 32_000
+
+
+class TimedParser:
+    """The real one, which takes a second each time."""
+
+    def __init__(self, parser: Parser, clock: Clock) -> None:
+        self._parser = parser
+        self._clock = clock
+        self.n_readings = 0
+
+    def feed(self, text: str) -> dict[str, Any]:
+        self._clock.now += 1
+        self.n_readings += 1
+        return self._parser.feed(text)
+
+    def finish(self, *, is_cut: bool = False) -> dict[str, Any]:
+        return self._parser.finish(is_cut=is_cut)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(pauses=st.lists(st.sampled_from([0, 7, 100]), min_size=1))
+def test_rests_change_nothing(renderer: ChatRenderer, pauses: list[int]) -> None:
+    """What waits while the parser rests comes with what follows, or at the end."""
+    clock = Clock()
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [LOOK]}
+    parser = TimedParser(renderer.render(parse_chat_request(body)).parser, clock)
+    reader = ReplyReader(parser, clock=clock)
+    message = ReplyMessage()
+    for n, piece in enumerate(SCRIPT[1:]):
+        message.add(reader.feed(events_of([piece.encode()])))
+        clock.now += pauses[n % len(pauses)]
+        if reader.waits_s == 0:
+            message.add(reader.feed([]))
+    message.add(reader.finish("stop"))
+    assert text_of(message) == (
+        "I should look it up.",
+        "Of course. One moment.\n",
+        [("look", '{"place":"Oslo"}')],
+    )
+    assert reader.waits_s is None
+    assert parser.n_readings <= len(SCRIPT) and (any(pauses) or parser.n_readings == 2)
 
 
 REPLY = (

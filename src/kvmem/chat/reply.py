@@ -1,21 +1,36 @@
 """Tokens of a reply to what a client sees of it: thinking, content and tool calls, piece by piece.
 
-One reader serves streams and whole replies: a whole reply is its pieces joined.
+One reader serves streams and whole replies: a whole reply is its pieces joined. The parser reads a
+reply from its beginning each time, so that a long one would take longer to read than to write.
+After each reading it rests, so long that it takes no more than a small part of the time.
 """
 
+import math
 import secrets
 import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, Protocol
 
 from kvmem.chat.stream import ReplyText
 from kvmem.engine.events import StopReason, TokenEvent
 
-__all__ = ["CallDelta", "Delta", "PlainParser", "ReplyMessage", "ReplyReader", "ThinkingTags"]
+__all__ = [
+    "CallDelta",
+    "Delta",
+    "Parser",
+    "PlainParser",
+    "ReplyMessage",
+    "ReplyReader",
+    "ThinkingTags",
+]
 
 # Some templates refuse an id of another length; 62 ** 9 are enough.
 ID_LENGTH = 9
+# times as long as a reading took: 5 % of the time are for reading
+REST = 19
+
 ID_LETTERS = string.ascii_letters + string.digits
 
 
@@ -95,7 +110,7 @@ class ReplyReader:
     """Reads one reply.
 
     stops: texts that end it. preserved: bytes of control tokens whose text belongs to the format.
-    used_ids: ids of earlier calls, which no new call may have.
+    used_ids: ids of earlier calls, which no new call may have. clock: seconds.
 
     is_stopped: a stop text has come; the reply is to be ended.
     n_tokens: tokens that were read, the one that completed a stop text included.
@@ -111,12 +126,16 @@ class ReplyReader:
         preserved: Mapping[int, bytes] | None = None,
         used_ids: Collection[str] = (),
         thinking: ThinkingTags | None = None,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._parser = parser
         self._text = ReplyText(stops)
         self._preserved = preserved or {}
         self._used_ids = set(used_ids)
         self._thinking = _ThinkingCounter(thinking or ThinkingTags())
+        self._clock = clock
+        self._unread = ""  # by the parser
+        self._rests_until = -math.inf
         self._n_calls = 0
         self._is_finished = False
         self.n_tokens = 0
@@ -130,25 +149,40 @@ class ReplyReader:
     def reasoning_tokens(self) -> int:
         return self._thinking.n_tokens
 
+    @property
+    def waits_s(self) -> float | None:
+        """Seconds until `feed` without tokens adds something; None where all is read."""
+        return max(0.0, self._rests_until - self._clock()) if self._unread else None
+
     def feed(self, events: Sequence[TokenEvent]) -> Delta:
-        """What these tokens add; nothing after a stop text."""
-        text = ""
+        """What these tokens, and those before that were not read yet, add; nothing after a stop
+        text.
+        """
         for event in events:
             if self.is_stopped:
                 break
             self.n_tokens += 1
             piece = self._text.feed(self._preserved.get(event.token, event.piece))
             self._thinking.feed(piece)
-            text += piece
-        return self._delta(self._parser.feed(text)) if text else Delta()
+            self._unread += piece
+        is_due = self._unread and self._clock() >= self._rests_until
+        return self._read() if is_due else Delta()
+
+    def _read(self) -> Delta:
+        text, self._unread = self._unread, ""
+        started = self._clock()
+        delta = self._delta(self._parser.feed(text))
+        now = self._clock()
+        self._rests_until = now + REST * (now - started)
+        return delta
 
     def finish(self, reason: StopReason) -> Delta:
         """The rest, once no token follows. A second call adds nothing."""
         if self._is_finished:
             return Delta()
         self._is_finished = True
-        rest = self._text.finish()
-        before = self._delta(self._parser.feed(rest)) if rest else Delta()
+        self._unread += self._text.finish()
+        before = self._read() if self._unread else Delta()
         after = self._delta(self._parser.finish(is_cut=self.is_stopped or reason != "stop"))
         return Delta(
             reasoning=before.reasoning + after.reasoning,

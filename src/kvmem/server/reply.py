@@ -209,7 +209,9 @@ async def _read(
     n_waiting = 0
     while True:
         if not events:
-            events = await generation.drain(max(0.0, told + SILENCE_S - monotonic()))
+            silence_s = max(0.0, told + SILENCE_S - monotonic())
+            waits_s = reader.waits_s
+            events = await generation.drain(silence_s if waits_s is None else waits_s)
         for event in events:
             if isinstance(event, PromptProgress):
                 yield event
@@ -217,7 +219,9 @@ async def _read(
         done = next((event for event in events if isinstance(event, Done)), None)
         events = []
         delta = Delta()
-        if tokens and not reader.is_stopped:
+        if reader.is_stopped:
+            tokens = []
+        if tokens or reader.waits_s == 0:
             before = reader.n_tokens
             delta = reader.feed(tokens)
             read = tokens[: reader.n_tokens - before]  # without those behind a stop text
