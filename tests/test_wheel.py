@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -179,6 +180,21 @@ def test_importing_kvmem_does_nothing(installed: Path, tmp_path: Path) -> None:
 
 def test_libraries_load_without_any_variable(installed: Path, tmp_path: Path) -> None:
     assert int(run(installed, "-c", LOAD, cwd=tmp_path)) > 0
+
+
+def test_the_installed_command_tells_its_version(
+    installed: Path, wheel: Path, tmp_path: Path
+) -> None:
+    """With what kvmem needs from the environment of the tests, behind the installed package."""
+    command = (
+        "import sys; sys.path.append(sys.argv.pop(1)); from kvmem.__main__ import main; main()"
+    )
+    others = sysconfig.get_path("purelib")
+    shown = run(installed, "-c", command, others, "--version", cwd=tmp_path)
+    version = re.escape(wheel.name.split("-")[1])
+    assert re.fullmatch(rf"kvmem {version}, llama\.cpp b\d+\n", shown)
+    entry = installed.with_name("kvmem")
+    assert entry.is_file() and "from kvmem.__main__ import main" in entry.read_text()
 
 
 def test_extension_modules_import(dist: Path, tmp_path: Path) -> None:
