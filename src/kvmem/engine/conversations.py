@@ -81,7 +81,9 @@ class Conversations:
         self._clock += 1
         best, shared, kept = self._find(prompt, tokens)
         use = self._choose(best, prompt, shared, kept)
-        if use == "new":
+        if prompt.is_read_anew:
+            use, kept = self._forget_known(use, best), 0
+        if use == "new" or prompt.is_read_anew:
             shared = 0
         self._needed = None if use == "new" else best
         try:
@@ -180,6 +182,16 @@ class Conversations:
         if not {best.client_id, prompt.conversation_id} - {None, prompt.conversation_id}:
             best.is_superseded = shared >= best.last.may_change_from > 0
         return "branched"
+
+    def _forget_known(self, use: ConversationUse, best: Conversation) -> ConversationUse:
+        """Of a prompt that is to be read anew: it takes the place of the conversation that it goes
+        on, and no other one's.
+        """
+        if use == "same":
+            return use
+        if use == "switched":
+            self._forget(best)
+        return "new"
 
     def _enter(
         self,

@@ -39,6 +39,7 @@ class Prompt:
     query_span: content of the last user message; None where it could not be found.
     query_fallback: why query_span is None, for the memory report; empty otherwise.
     conversation_id: what the client calls the conversation; a hint.
+    is_read_anew: nothing that is known of it is used.
     """
 
     tokens: tuple[int, ...]
@@ -46,6 +47,7 @@ class Prompt:
     query_span: Span | None = None
     query_fallback: str = ""
     conversation_id: str | None = None
+    is_read_anew: bool = False
 
     def __post_init__(self) -> None:
         limit = len(self.tokens)

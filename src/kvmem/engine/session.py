@@ -153,6 +153,8 @@ class Session:
         if self._conversations is not None:
             return self._conversations.enter(prompt, tokens, report)
         shared = min(common_prefix(self.memory.tokens, tokens), len(tokens) - 1)
+        if prompt.is_read_anew:
+            shared = 0
         self.memory.truncate(shared)
         return shared
 
