@@ -124,11 +124,12 @@ def test_unknown_fields_and_hints_are_ignored() -> None:
     extra: dict[str, Any] = {
         "store": True,
         "think": 3,
-        "cache_prompt": False,
+        "cache_prompt": "no",
         "id_slot": 2,
         "model": "any",
     }
     assert parse(**extra) == parse()
+    assert not parse(cache_prompt=False).uses_cache
 
 
 @pytest.mark.parametrize(

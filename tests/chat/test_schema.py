@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvmem.chat.all_of import merge_all_of
+from kvmem.chat.normal import normal_schema
 from kvmem.chat.schema import find_contradictions, find_oversized, find_unenforced
 from kvmem.errors import RequestError
 from kvmem.llama.grammar import check_grammar, schema_grammar
@@ -27,7 +28,8 @@ def obj(**properties: Json) -> Json:
 
 
 def lost(model: Model, schema: Json) -> list[tuple[str, str]]:
-    return [(f.path, f.keyword) for f in find_unenforced(schema, partial(check_grammar, model))]
+    faults = find_unenforced(normal_schema(schema), partial(check_grammar, model))
+    return [(fault.path, fault.keyword) for fault in faults]
 
 
 KEYWORDS = (
@@ -67,6 +69,7 @@ def test_values_of_any_type_are_kept_or_lost_by_name(model: Model, keyword: str)
         obj(a={"type": "string", "pattern": "^[a-z]{2}-[0-9]+$", "description": "x", "title": "A"}),
         obj(a={"type": "string", "format": "date-time"}, b={"type": "string", "maxLength": 5}),
         obj(a={"enum": ["x", 3, None]}, b={"const": 4}, c={"type": "string", "enum": ["x"]}),
+        obj(a={"type": "string", "pattern": "^a\\!$"}),  # case R23
         obj(a={"type": ["string", "null"], "minLength": 2}),
         obj(a={"anyOf": [{"type": "string"}, {"type": "null"}]}),
         obj(a={"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": 3}),
@@ -86,44 +89,34 @@ def test_what_a_grammar_keeps(model: Model, schema: Json) -> None:
 @pytest.mark.parametrize(
     ("schema", "path", "keyword"),
     [
-        (obj(a={"type": "string", "pattern": "^a\\!$"}), "#/properties/a", "pattern"),  # case R23
-        (obj(a={"type": "string", "pattern": "abc"}), "#/properties/a", "pattern"),
-        (obj(a={"type": "string", "pattern": "^\\d$"}), "#/properties/a", "pattern"),
         (obj(a={"type": "string", "pattern": "^(?=a)b$"}), "#/properties/a", "pattern"),
         (obj(a={"type": "string", "pattern": "^(a$"}), "#/properties/a", "pattern"),
-        (obj(a={"type": "string", "format": "email"}), "#/properties/a", "format"),
+        (obj(a={"type": "string", "format": "regex"}), "#/properties/a", "format"),
         (obj(a={"type": "number", "minimum": 1}), "#/properties/a", "minimum"),
         (obj(a={"minimum": 1}), "#/properties/a", "minimum"),
         (obj(a={"type": "integer", "multipleOf": 3}), "#/properties/a", "multipleOf"),
         (obj(a={"type": "array", "uniqueItems": True}), "#/properties/a", "uniqueItems"),
-        (obj(a={"type": "array", "items": {"not": {}}}), "#/properties/a/items", "not"),
+        (obj(a={"type": "array", "items": {"not": {"type": "null"}}}), "#/properties/a/items",
+         "not"),
         (obj(a={"type": "string", "pattern": "^a+$", "maxLength": 3}), "#/properties/a",
          "maxLength"),
-        ({"type": "object", "required": ["b"]}, "#", "required"),
         ({"type": "object", "patternProperties": {}}, "#", "patternProperties"),
         ({"type": "object", "minProperties": 1}, "#", "minProperties"),
-        ({"anyOf": [{"type": "string"}], "maxLength": 3}, "#", "maxLength"),
         ({"anyOf": [{"type": "string", "if": {}}]}, "#/anyOf/0", "if"),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"contains": {}, "type": "array"}}}, "#/$defs/a",
-         "contains"),
+        (obj(x={"$ref": "#/$defs/a"}) | {"$defs": {"a": {"contains": {}, "type": "array"}}},
+         "#/$defs/a", "contains"),
         ({"$ref": "#/$defs/b"}, "#", "$ref"),
         ({"items": [{}], "$ref": "#/items/²"}, "#", "$ref"),
         ({"$ref": "https://example.com/x"}, "#", "$ref"),
         ({"type": "colour"}, "#", "type"),
         ({"anyOf": []}, "#/anyOf", "anyOf"),
-        ({"type": "integer", "minimum": 1, "exclusiveMinimum": 0}, "#", "exclusiveMinimum"),
-        ({"type": "array", "items": [{"type": "string"}], "maxItems": 5}, "#", "maxItems"),
         ({"type": "string", "minLength": -1}, "#", "minLength"),
-        ({"allOf": [{"type": "integer"}]}, "#/allOf/0", "type"),
         ({"allOf": [obj(a={}), obj(b={})]}, "#/allOf/0", "additionalProperties"),
-        ({"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "string"}}}, "#/allOf/0",
-         "type"),
         ({"type": "integer", "minimum": 10**25}, "#", "minimum"),
         ({"type": "integer", "maximum": 2**63}, "#", "maximum"),
         ({"type": "integer", "minimum": -(2**63)}, "#", "minimum"),
         ({"type": "integer", "minimum": 2**63 - 8, "maximum": 2**63 - 1}, "#", "maximum"),
         ({"type": "integer", "minimum": 2**53}, "#", "minimum"),
-        ({"type": "integer", "minimum": 1.5}, "#", "minimum"),
         ({"type": "string", "maxLength": 2001}, "#", "maxLength"),
         ({"type": "string", "pattern": "^a{5,3}$"}, "#", "pattern"),
         (obj(a=5), "#/properties/a", "the schema"),  # type: ignore[arg-type]
@@ -204,6 +197,10 @@ def test_ranges_without_a_value(schema: Json, fault: str) -> None:
         ({"title": "t", "allOf": [{"$ref": "#/a"}]}, {"title": "t", "$ref": "#/a"}),
         ({"type": "string", "allOf": [{"minLength": 2}, {"maxLength": 3}]},
          {"type": "string", "minLength": 2, "maxLength": 3}),
+        ({"allOf": [{"minLength": 1}, {"type": ["string", "null"]}, {"type": "string"}],
+          "minLength": 2}, {"type": "string", "minLength": 2}),
+        ({"allOf": [{"properties": {"a": {}}}, {"properties": {"a": {"type": "null"}}}]},
+         {"properties": {"a": {"type": "null"}}}),
         ({"allOf": [{"anyOf": [{"type": "null"}]}]}, {"anyOf": [{"type": "null"}]}),
         ({"allOf": [{"enum": [1, 2]}, {"enum": [2, True]}]}, {"enum": [2]}),
         ({"allOf": [{"properties": {"a": {}}, "required": ["a"]}, {"$ref": "#/d"}],
@@ -221,9 +218,13 @@ def test_parts_become_one_schema(schema: Json, merged: Json) -> None:
     "schema",
     [
         {"allOf": [{"type": "integer"}, {"type": "string"}]},
-        {"allOf": [{"minLength": 1}], "minLength": 2},
         {"allOf": [obj(a={}), obj(b={})]},
-        {"allOf": [{"properties": {"a": {}}}, {"properties": {"a": {"type": "null"}}}]},
+        {
+            "allOf": [
+                {"properties": {"a": {"type": "string"}}},
+                {"properties": {"a": {"type": "null"}}},
+            ]
+        },
         {"allOf": [{"$ref": "#"}], "minLength": 2},
     ],
 )
@@ -282,5 +283,5 @@ def test_what_is_lost_is_not_written_to_stderr(
 ) -> None:
     """A pattern is a part of the prompt."""
     schema_grammar({"type": "string", "pattern": "a secret of the user"})
-    assert lost(model, {"type": "string", "pattern": "another secret"})
+    assert lost(model, {"type": "string", "pattern": "(?=another secret)"})
     assert capfd.readouterr().err == ""

@@ -4,6 +4,7 @@ import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -67,6 +68,60 @@ def test_a_title_request_costs_the_session_nothing(client: TestClient) -> None:
     read = first["usage"]["prompt_tokens"]
     assert second["kvmem"]["conversation_use"] == "switched"
     assert second["usage"]["prompt_cache_hit_tokens"] >= read - 32
+
+
+def test_a_prompt_that_is_to_be_read_anew(tiny_llama: Path) -> None:
+    """`cache_prompt: false`: it takes its own conversation's place, and costs no other anything."""
+    with make_client(tiny_llama) as client:
+        until(lambda: client.get("/health").status_code == 200)
+        system = "You help. " * 40
+        agent, other = Agent(system), Agent("Another one. " * 40)
+        first = agent.ask(client, "Tell me of the long voyage. " * 10)
+        other.ask(client, "question")
+        uses = []
+        for _ in range(3):
+            title = Agent(system).ask(client, "Give a title.", max_tokens=3, cache_prompt=False)
+            assert title["usage"]["prompt_cache_hit_tokens"] == 0
+            assert title["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            assert title["timings"]["prompt_n"] == title["usage"]["prompt_tokens"]
+            uses.append((title["kvmem"]["conversation_use"], title["kvmem"]["n_conversations"]))
+        assert uses == [("new", 3), ("same", 3), ("same", 3)]
+        agent.ask(client, "And then?")
+        anew = Agent(system)
+        anew.messages = list(agent.messages)
+        again = anew.ask(client, "And now?", cache_prompt=False)
+        assert again["usage"]["prompt_cache_hit_tokens"] == 0
+        assert (again["kvmem"]["conversation_use"], again["kvmem"]["n_conversations"]) == (
+            "same",
+            3,
+        )
+        cached = agent.ask(client, "And now?")
+        assert cached["usage"]["prompt_cache_hit_tokens"] > first["usage"]["prompt_tokens"]
+        assert cached["choices"] == again["choices"]
+        kept = other.ask(client, "more")
+        assert kept["kvmem"]["conversation_use"] == "switched"
+        assert kept["usage"]["prompt_cache_hit_tokens"] > 100
+
+
+@pytest.mark.parametrize("fields", [{"kvmem": False}, {"n_conversations": 1}])
+def test_a_single_history_is_read_anew(tiny_llama: Path, fields: dict[str, Any]) -> None:
+    memory = MemoryConfig(
+        **{**MEMORY, "conversations": fields.get("n_conversations", 4)},
+        enabled=fields.get("kvmem", True),
+    )
+    config = EngineConfig(model=ModelConfig(path=tiny_llama, n_threads=1), memory=memory)
+    load = partial(EngineBackend, config)
+    with TestClient(create_app(lambda p: load(progress=p), ServerConfig(alias="tiny"))) as client:
+        until(lambda: client.get("/health").status_code == 200)
+        body = {"prompt": "one two three", "n_predict": 4, "temperature": 0, "ignore_eos": True}
+        first = client.post("/completion", json=body).json()
+        cached = client.post("/completion", json=body).json()
+        anew = client.post("/completion", json={**body, "cache_prompt": False}).json()
+        odd = client.post("/completion", json={**body, "cache_prompt": "what"}).json()
+    assert [r["timings"]["cache_n"] > 0 for r in (first, cached, anew, odd)] == [
+        False, True, False, True,
+    ]  # fmt: skip
+    assert first["content"] == cached["content"] == anew["content"]
 
 
 def test_agents_at_once_get_what_each_would_alone(client: TestClient, tiny_llama: Path) -> None:

@@ -4,41 +4,48 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["merge_all_of"]
+from kvmem.chat.keywords import ASSERTIONS, demands_of, is_number, with_subschemas
 
-ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated"})
-# hold values, not schemas
-VALUES = frozenset({"const", "enum", "default", "examples", "example", "required"})
+__all__ = ["Conflict", "join", "merge_all_of"]
+
+# of two such demands, one holds both
+LEAST = frozenset(
+    {"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties", "minContains"}
+)
+MOST = frozenset(
+    {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties", "maxContains"}
+)
 
 
-class _Conflict(Exception):
+class Conflict(Exception):
     """Two demands that do not come to one."""
 
 
-def merge_all_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+def merge_all_of(
+    schema: Mapping[str, Any], root: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The schema with each allOf merged into what stands beside it, where that changes nothing.
 
     An allOf whose parts contradict or hide each other stays. The schema must not be oversized.
+    root: what references point into, if not the schema.
     """
-    merged: dict[str, Any] = _merge_within(dict(schema), schema)
+    merged: dict[str, Any] = _merge_within(dict(schema), schema if root is None else root)
     return merged
 
 
 def _merge_within(node: Any, root: Mapping[str, Any]) -> Any:
-    if isinstance(node, list):
-        return [_merge_within(item, root) for item in node]
     if not isinstance(node, Mapping):
         return node
-    inner = {k: v if k in VALUES else _merge_within(v, root) for k, v in node.items()}
+    inner = with_subschemas(node, lambda schema, step: _merge_within(schema, root))
     parts = inner.get("allOf")
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
         return inner
     beside = {k: v for k, v in inner.items() if k != "allOf"}
-    is_alone = len(parts) == 1 and not beside.keys() - ANNOTATIONS - {"$defs", "definitions"}
+    is_alone = len(parts) == 1 and not demands_of(beside)
     try:
         for part in parts:
-            beside = _joined(beside, part if is_alone else _resolved(part, root))
-    except _Conflict:
+            beside = join(beside, part if is_alone else _resolved(part, root))
+    except Conflict:
         return inner
     return beside
 
@@ -48,49 +55,92 @@ def _resolved(part: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, 
     seen: set[str] = set()
     while "$ref" in part:
         ref = part["$ref"]
-        if not isinstance(ref, str) or ref in seen or part.keys() - ANNOTATIONS - {"$ref"}:
-            raise _Conflict
+        if not isinstance(ref, str) or ref in seen or demands_of(part) != ["$ref"]:
+            raise Conflict
         seen.add(ref)
         target: Any = root
         for step in ref.removeprefix("#/").split("/"):
             target = target.get(step) if isinstance(target, Mapping) else None
         if not isinstance(target, Mapping):
-            raise _Conflict
+            raise Conflict
         part = target
     if "allOf" in part:
-        raise _Conflict
+        raise Conflict
     return part
 
 
-def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def join(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Two schemas as one that demands what both do. Raises Conflict: there is none such."""
     for closed, open_ in ((one, other), (other, one)):
-        names = open_.get("properties")
-        if closed.get("additionalProperties", True) is not True and names:
-            raise _Conflict  # it speaks of the properties of its own part
+        if closed.get("additionalProperties", True) is not True and (
+            _names(open_) - _names(closed)
+        ):
+            raise Conflict  # it speaks of the properties of its own part
     joined = dict(one)
     for keyword, value in other.items():
-        if keyword not in joined or keyword in ANNOTATIONS:
+        if keyword not in joined or keyword not in ASSERTIONS:
             joined.setdefault(keyword, value)
         else:
             joined[keyword] = _joined_values(keyword, joined[keyword], value)
     return joined
 
 
+def _names(schema: Mapping[str, Any]) -> set[str]:
+    properties = schema.get("properties")
+    return set(properties) if isinstance(properties, Mapping) else set()
+
+
 def _joined_values(keyword: str, one: Any, other: Any) -> Any:
-    if keyword == "properties" and isinstance(one, Mapping) and isinstance(other, Mapping):
-        if any(_is_different(one[name], other[name]) for name in one.keys() & other.keys()):
-            raise _Conflict
-        return {**one, **other}
-    if keyword == "required" and isinstance(one, list) and isinstance(other, list):
-        return one + [name for name in other if name not in one]
-    if keyword == "enum" and isinstance(one, list) and isinstance(other, list):
-        allowed = {json.dumps(value, sort_keys=True) for value in other}
-        common = [value for value in one if json.dumps(value, sort_keys=True) in allowed]
-        if common:
-            return common
-    if _is_different(one, other):
-        raise _Conflict
-    return one
+    if not _is_different(one, other):
+        return one
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        if keyword == "properties":
+            both = one.keys() & other.keys()
+            return {**one, **other, **{k: _joined_schemas(one[k], other[k]) for k in both}}
+        if keyword in ("items", "additionalProperties"):
+            return _joined_schemas(one, other)
+    if isinstance(one, list) and isinstance(other, list):
+        if keyword == "required":
+            return one + [name for name in other if name not in one]
+        if keyword == "enum":
+            allowed = {json.dumps(value, sort_keys=True) for value in other}
+            common = [value for value in one if json.dumps(value, sort_keys=True) in allowed]
+            if common:
+                return common
+    if is_number(one) and is_number(other):
+        if keyword in LEAST:
+            return max(one, other)
+        if keyword in MOST:
+            return min(one, other)
+    if keyword == "type" and (types := _common_types(one, other)) is not None:
+        return types
+    raise Conflict
+
+
+def _joined_schemas(one: Any, other: Any) -> Any:
+    if one is True or other is True:
+        return other if one is True else one
+    if not _is_different(one, other):
+        return one
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        raise Conflict
+    if ("$ref" in one or "$ref" in other) and demands_of(one) and demands_of(other):
+        raise Conflict
+    return join(one, other)
+
+
+def _common_types(one: Any, other: Any) -> Any:
+    """The types of both; None where there are none, or no types."""
+    ones, others = ([kinds] if isinstance(kinds, str) else kinds for kinds in (one, other))
+    if not isinstance(ones, list) or not isinstance(others, list):
+        return None
+    common = [kind for kind in ones if kind in others]
+    for first, second in ((ones, others), (others, ones)):
+        if "integer" in first and "number" in second and "integer" not in common:
+            common.append("integer")
+    if not common:
+        return None
+    return common[0] if len(common) == 1 else common
 
 
 def _is_different(one: Any, other: Any) -> bool:

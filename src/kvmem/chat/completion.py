@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvmem.chat.constraint import merged_schema, require_grammar, require_schema
+from kvmem.chat.constraint import require_grammar, require_schema
 from kvmem.chat.fields import (
     FieldError,
     read_bool,
@@ -49,6 +49,7 @@ class CompletionRequest:
     prompts: each gets `n` replies of its own. is_list: whether they came as a list.
     schema: JSON schema, and grammar: GBNF, that replies must follow.
     max_tokens: None for the room in the workspace.
+    uses_cache: what is known of a prompt need not be read again.
     n_probs: likeliest tokens to report beside each chosen one; 0 for no report.
     are_chances: report chances after sampling in place of log probabilities before.
     fields: of llama-server's reply, the only ones that are wanted; empty for all.
@@ -61,6 +62,7 @@ class CompletionRequest:
     grammar: str | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
+    uses_cache: bool = True
     n_probs: int = 0
     are_chances: bool = False
     stop: tuple[str, ...] = ()
@@ -90,9 +92,9 @@ class CompletionRequest:
             return self.grammar
         if self.schema is None:
             return None
-        require_schema(model, self.schema, "json_schema")
+        schema = require_schema(model, self.schema, "json_schema")
         try:
-            return schema_grammar(self.schema)
+            return schema_grammar(schema)
         except RequestError as error:
             raise FieldError("json_schema", f"cannot be enforced: {error}") from None
 
@@ -121,10 +123,11 @@ def parse_completion_request(
         prompts=prompts,
         is_list=is_list,
         n=read_integer(body, "n", least=1, most=MAX_CHOICES) or 1,
-        schema=None if schema is None else merged_schema(schema),
+        schema=schema,
         grammar=grammar,
         sampling=read_sampling(body, defaults.sampling),
         max_tokens=read_max_tokens(body, defaults.max_tokens),
+        uses_cache=body.get("cache_prompt") is not False,
         n_probs=n_probs or 0,
         are_chances=read_bool(body, "post_sampling_probs") or False,
         stop=read_stop(body),
@@ -156,6 +159,7 @@ def render_completion(request: CompletionRequest, vocab: Vocab) -> RenderedCompl
         Prompt(
             tokens=tuple(tokenize_mixed(text, vocab, add_special=True)),
             query_fallback="a plain completion has no question",
+            is_read_anew=not request.uses_cache,
         )
         for text in request.prompts
         for _ in range(request.n)

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
-from kvmem.chat.all_of import merge_all_of
 from kvmem.chat.fields import FieldError
+from kvmem.chat.normal import normal_schema
 from kvmem.chat.schema import (
     MAX_DEPTH,
     MAX_TEXT,
@@ -17,7 +17,7 @@ from kvmem.errors import RequestError
 from kvmem.llama.grammar import check_grammar
 from kvmem.llama.model import Model
 
-__all__ = ["merged_schema", "require_grammar", "require_schema"]
+__all__ = ["require_grammar", "require_schema"]
 
 # llama.cpp follows rules and parentheses by recursion: far more of either overflow its stack
 MAX_RULES = 4096
@@ -40,21 +40,21 @@ def require_grammar(model: Model, grammar: str) -> None:
         raise FieldError("grammar", f"does not parse: {error}") from None
 
 
-def require_schema(model: Model, schema: Mapping[str, Any], field: str) -> None:
-    """Raises FieldError, about this field: a demand of the schema would be lost."""
+def require_schema(model: Model, schema: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """The schema as llama.cpp is to get it.
+
+    Raises FieldError, about this field: a demand of the schema would be lost.
+    """
     for fault in find_oversized(schema):
         raise FieldError(field, f"cannot be enforced: {fault}")
     for fault in find_contradictions(schema):
         raise FieldError(field, f"has no value: {fault}")
-    for fault in find_unenforced(schema, lambda text: check_grammar(model, text)):
+    normal = normal_schema(schema)
+    for fault in find_unenforced(normal, lambda text: check_grammar(model, text)):
         raise FieldError(field, f"cannot be enforced: {fault}")
-
-
-def merged_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema as llama.cpp is to get it: without allOf where it can be, and never empty."""
-    if any(find_oversized(schema)):
-        return dict(schema)  # it is refused
-    return merge_all_of(schema) or dict(ANY_VALUE)
+    for fault in find_oversized(normal.schema):
+        raise FieldError(field, f"cannot be enforced, written out: {fault}")
+    return normal.schema or dict(ANY_VALUE)
 
 
 def _depth(grammar: str) -> int:

@@ -4,29 +4,52 @@ thinks. Found out by rendering, once.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from kvmem.chat.constraint import require_grammar, require_schema
 from kvmem.chat.fields import FieldError
 from kvmem.chat.messages import Message
+from kvmem.chat.normal import NormalSchema, normal_schema
 from kvmem.chat.request import ChatRequest
-from kvmem.chat.schema import (
-    find_bound_texts,
-    find_contradictions,
-    find_oversized,
-    find_unenforced,
+from kvmem.chat.schema import find_contradictions, find_oversized, find_unenforced
+from kvmem.chat.text_arguments import (
+    find_loose_texts,
+    has_loose_texts,
+    hold_texts,
+    only_properties,
 )
+from kvmem.chat.tools import Tool
 from kvmem.errors import RequestError, UnsupportedContentError
 from kvmem.llama.grammar import check_grammar, schema_grammar
 from kvmem.llama.model import Model
 from kvmem.llama.template import ChatTemplate
 
-__all__ = ["TemplateFormat"]
+__all__ = ["Demands", "TemplateFormat"]
 
 PROBE = "kvmem probe"
 MAX_KEPT = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demands:
+    """What replies are held to, as llama.cpp is to get it.
+
+    parameters: of each tool. schema: of the reply. notes: what is demanded and does not hold.
+    """
+
+    parameters: tuple[NormalSchema, ...] = ()
+    schema: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """The schema of a function's arguments, and what calls are not held to."""
+
+    normal: NormalSchema
+    lost: tuple[str, ...]
 
 
 class TemplateFormat:
@@ -34,7 +57,7 @@ class TemplateFormat:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
-        self._lost: dict[str, tuple[str, ...]] = {}
+        self._known: dict[str, _Parameters] = {}
 
     @cached_property
     def _info(self) -> dict[str, Any]:
@@ -58,60 +81,97 @@ class TemplateFormat:
         can: bool = self._info["caps"]["supports_parallel_tool_calls"]
         return can
 
-    def check(self, request: ChatRequest, model: Model) -> list[str]:
-        """Whether all that is demanded can be enforced; notes about what is not demanded.
+    def check(self, request: ChatRequest, model: Model) -> Demands:
+        """Whether all that is demanded can be enforced.
 
         Raises:
             FieldError, UnsupportedContentError: a demand that would be lost, by tool, path and
                 keyword.
         """
+        schema = None
         if request.grammar is not None:
             require_grammar(model, request.grammar)
         if request.schema is not None:
-            require_schema(model, request.schema, "response_format")
+            schema = require_schema(model, request.schema, "response_format")
         if not request.tools or request.tool_choice.mode == "none":
-            return []
-        notes = self._check_tools(request, model)  # calls are read even where tools are not shown
-        if self.has_tools:
-            return notes
-        if request.tool_choice.mode == "required":
-            raise UnsupportedContentError(
-                "a call is demanded, but this model's chat template has no place for tools; start "
-                "the server with a --chat-template-file that has one"
-            )
-        return ["the chat template has no place for tools: the model is not told of them", *notes]
+            return Demands(schema=schema)
+        # calls are read even where tools are not shown
+        found = [self._check_tool(tool, model) for tool in request.tools]
+        notes = [
+            f"{tool.path}.function.parameters of {tool.name}: {text}"
+            for tool, parameters in zip(request.tools, found, strict=True)
+            for text in parameters.lost
+        ]
+        if not self.has_tools:
+            if request.tool_choice.mode == "required":
+                raise UnsupportedContentError(
+                    "a call is demanded, but this model's chat template has no place for tools; "
+                    "start the server with a --chat-template-file that has one"
+                )
+            told = "the chat template has no place for tools: the model is not told of them"
+            notes = [told, *notes]
+        return Demands(
+            parameters=tuple(parameters.normal for parameters in found), notes=tuple(notes)
+        )
 
-    def _check_tools(self, request: ChatRequest, model: Model) -> list[str]:
-        notes = []
-        for tool in request.tools:
-            where = f"{tool.path}.function.parameters"
-            for fault in find_oversized(tool.parameters):
-                raise FieldError(where, f"of {tool.name} cannot be used: {fault}")
-            for fault in find_contradictions(tool.parameters):
-                raise FieldError(where, f"of {tool.name} have no value: {fault}")
-            lost = self._lost_demands(tool.parameters, model)
-            if lost and tool.is_strict:
-                hint = "leave it out, or strict"
-                raise FieldError(where, f"of the strict function {tool.name}: {lost[0]}; {hint}")
-            notes += [f"{where} of {tool.name}: {text}" for text in lost]
-        return notes
+    def _check_tool(self, tool: Tool, model: Model) -> _Parameters:
+        where = f"{tool.path}.function.parameters"
+        for fault in find_oversized(tool.parameters):
+            raise FieldError(where, f"of {tool.name} cannot be used: {fault}")
+        for fault in find_contradictions(tool.parameters):
+            raise FieldError(where, f"of {tool.name} have no value: {fault}")
+        parameters = self._parameters(tool.parameters, model)
+        for fault in find_oversized(parameters.normal.schema):
+            raise FieldError(where, f"of {tool.name} cannot be used, written out: {fault}")
+        if parameters.lost and tool.is_strict:
+            hint = "leave it out, or strict"
+            raise FieldError(where, f"of the strict function {tool.name}: {parameters.lost[0]}; "
+                             f"{hint}")  # fmt: skip
+        return parameters
 
-    def _lost_demands(self, parameters: Mapping[str, Any], model: Model) -> tuple[str, ...]:
-        """What calls are not held to. Agents send the same tools each time: it is kept."""
-        key = json.dumps(parameters, sort_keys=True)
-        lost = self._lost.get(key)
-        if lost is None:
-            faults = find_unenforced(parameters, lambda text: check_grammar(model, text))
-            found = [str(fault) for fault in faults] if parameters else []
-            if not self._binds_texts:
-                found += [
-                    f"{keyword} at #/properties/{name} is not enforced in this template's calls"
-                    for name, keyword in find_bound_texts(parameters)
-                ]
-            if len(self._lost) >= MAX_KEPT:
-                self._lost.clear()
-            lost = self._lost[key] = tuple(found)
-        return lost
+    def _parameters(self, schema: Mapping[str, Any], model: Model) -> _Parameters:
+        """Agents send the same tools each time: it is kept."""
+        key = json.dumps(schema, sort_keys=True)
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= MAX_KEPT:
+                self._known.clear()
+            known = self._known[key] = self._find_parameters(schema, model)
+        return known
+
+    def _find_parameters(self, schema: Mapping[str, Any], model: Model) -> _Parameters:
+        if not schema:
+            return _Parameters(NormalSchema({}), ())
+        normal = normal_schema(schema)
+        faults = find_unenforced(normal, lambda text: check_grammar(model, text))
+        lost = [str(fault) for fault in faults]
+        if self._texts != "held":
+            loose = "is not enforced in this template's calls"
+            listed = only_properties(normal.schema)
+            if listed is not None:
+                keyword = next(k for k in ("anyOf", "oneOf") if k in normal.schema)
+                lost.append(f"{keyword} at # {loose}")
+                normal = replace(normal, schema=listed)
+            lost += [
+                f"{keyword} at #/properties/{name} {loose}"
+                for name, keyword in find_loose_texts(normal, can_hold=self._texts == "can be held")
+            ]
+        return _Parameters(normal, tuple(lost))
+
+    def hold(self, grammar: str, parameters: Sequence[NormalSchema], model: Model) -> str:
+        """The grammar of calls, with what the parameters demand beyond what llama.cpp enforces.
+
+        Raises FieldError: it is more than can be taken.
+        """
+        if self._texts != "can be held":
+            return grammar
+        held = hold_texts(grammar, parameters)
+        if held != grammar:
+            try:
+                check_grammar(model, held)
+            except RequestError as error:
+                raise FieldError("tools", f"cannot be enforced together: {error}") from None
+        return held
 
     def without_grammar(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The same request for its prompt alone, without the time that a grammar takes."""
@@ -132,9 +192,9 @@ class TemplateFormat:
         return len(prompts) == 1
 
     @cached_property
-    def _binds_texts(self) -> bool:
-        """Whether a string argument is held to its schema; some templates write it without quotes,
-        and any text will do.
+    def _texts(self) -> Literal["held", "can be held", "loose"]:
+        """How a string argument is held to its schema: some templates write it without quotes, and
+        to llama.cpp any text will do.
         """
         parameters = {"type": "object", "properties": {"text": {"enum": [PROBE]}}}
         tool = {"type": "function", "function": {"name": "probe", "parameters": parameters}}
@@ -142,8 +202,10 @@ class TemplateFormat:
         try:
             grammar: str = self._template.render(request)["grammar"]
         except RequestError:
-            return False
-        return PROBE in grammar
+            return "loose"
+        if PROBE in grammar:
+            return "held"
+        return "can be held" if has_loose_texts(grammar) else "loose"
 
     def place(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """The messages with instructions only where the template takes them.
@@ -199,7 +261,8 @@ class TemplateFormat:
             return FieldError("response_format", f"cannot be enforced: {reason}")
         for tool in request.tools:
             try:
-                check_grammar(model, schema_grammar(tool.parameters or {"type": "object"}))
+                parameters = self._parameters(tool.parameters, model).normal.schema
+                check_grammar(model, schema_grammar(parameters or {"type": "object"}))
             except RequestError as fault:
                 where = f"{tool.path}.function.parameters"
                 why = str(fault).splitlines()[-1]

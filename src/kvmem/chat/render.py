@@ -14,8 +14,9 @@ from itertools import accumulate
 from typing import Any
 
 from kvmem.chat.binding import bind, find_thinking
-from kvmem.chat.format import TemplateFormat
+from kvmem.chat.format import Demands, TemplateFormat
 from kvmem.chat.messages import Message
+from kvmem.chat.normal import NormalSchema
 from kvmem.chat.reply import Parser, PlainParser, ReplyReader, ThinkingTags
 from kvmem.chat.request import ChatRequest
 from kvmem.engine.prompt import Prompt, RoleSpan, Span
@@ -91,16 +92,21 @@ class ChatRenderer:
 
     def render(self, request: ChatRequest) -> RenderedChat:
         """Raises RequestError with the template's reason where it refuses the messages."""
-        notes = [*request.notes, *self._format.check(request, self._vocab.model)]
-        request = replace(request, messages=self._format.place(request.messages))
+        demands = self._format.check(request, self._vocab.model)
+        request = replace(
+            request, messages=self._format.place(request.messages), schema=demands.schema
+        )
         fields = _template_fields(request, self._format.calls_in_parallel(request))
-        parser = self._open(request, fields)
-        text: str = parser.rendered["prompt"]
-        if request.tool_choice.name is not None:
-            # the prompt keeps all tools, so that its beginning stays what it was
-            parser = self._open(request, _with_one_tool(fields, request.tool_choice.name))
+        held, parameters = _held_fields(request, fields, demands)
+        parser = self._open(request, held)
+        # the prompt shows the tools as the client wrote them, and all of them, so that its
+        # beginning stays what it was
+        text = parser.rendered["prompt"] if held is fields else self._prompt_of(request, fields)
         tokens = self._vocab.tokenize(text, add_special=True, parse_special=True)
         result = parser.rendered
+        if parameters and result["grammar"]:
+            grammar = self._format.hold(result["grammar"], parameters, self._vocab.model)
+            result = {**result, "grammar": grammar}
         return RenderedChat(
             text=text,
             prompt=self._locate(request, fields, text, tokens),
@@ -114,7 +120,7 @@ class ChatRenderer:
             thinking=find_thinking(result),
             preserved={token: self._vocab.piece(token) for token in result["preserved"]},
             call_ids=tuple(call.id for m in request.messages for call in m.tool_calls),
-            notes=tuple(notes),
+            notes=(*request.notes, *demands.notes),
         )
 
     def _open(self, request: ChatRequest, fields: dict[str, Any]) -> ReplyParser:
@@ -122,6 +128,13 @@ class ChatRenderer:
             return ReplyParser(self._template, self._vocab.model, fields)
         except RequestError as error:
             raise self._format.blame(request, fields, error, self._vocab.model) from None
+
+    def _prompt_of(self, request: ChatRequest, fields: dict[str, Any]) -> str:
+        try:
+            text: str = self._template.render(self._format.without_grammar(fields))["prompt"]
+        except RequestError as error:
+            raise self._format.blame(request, fields, error, self._vocab.model) from None
+        return text
 
     def _locate(
         self, request: ChatRequest, fields: dict[str, Any], text: str, tokens: list[int]
@@ -133,6 +146,7 @@ class ChatRenderer:
                 tokens=tuple(tokens),
                 query_fallback="the tokens do not join to the prompt's text",
                 conversation_id=request.conversation_id,
+                is_read_anew=not request.uses_cache,
             )
         spans = tuple(
             RoleSpan(request.messages[c.index].role, _tokens_of(c, ends)) for c in contents
@@ -148,6 +162,7 @@ class ChatRenderer:
             query_span=query_span,
             query_fallback=fallback,
             conversation_id=request.conversation_id,
+            is_read_anew=not request.uses_cache,
         )
 
     def _find_contents(
@@ -252,9 +267,27 @@ def _template_fields(request: ChatRequest, parallel: bool) -> dict[str, Any]:
     return fields
 
 
-def _with_one_tool(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    tools = [tool for tool in fields["tools"] if tool["function"]["name"] == name]
-    return {**fields, "tools": tools}
+def _held_fields(
+    request: ChatRequest, fields: dict[str, Any], demands: Demands
+) -> tuple[dict[str, Any], list[NormalSchema]]:
+    """What the grammar is made of, and the parameters of its tools: the one that must be called,
+    or all, with schemas as llama.cpp is to get them.
+    """
+    if not demands.parameters:
+        return fields, []
+    pairs = [
+        (tool, parameters)
+        for tool, parameters in zip(request.tools, demands.parameters, strict=True)
+        if request.tool_choice.name in (None, tool.name)
+    ]
+    tools = []
+    for tool, parameters in pairs:
+        function = dict(tool.definition["function"])
+        if tool.parameters:
+            function["parameters"] = parameters.schema
+        tools.append({**tool.definition, "function": function})
+    held = fields if tools == fields["tools"] else {**fields, "tools": tools}
+    return held, [parameters for _, parameters in pairs]
 
 
 def _can_mark(message: Message) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmem.chat.constraint import merged_schema
 from kvmem.chat.fields import (
     FieldError,
     read_bool,
@@ -61,6 +60,7 @@ class ChatRequest:
     keeps_thinking: leave thinking in the content, as the model writes it.
     n: replies that are wanted.
     conversation_id: what the client calls the conversation; a hint.
+    uses_cache: what is known of the prompt need not be read again.
     notes: what was asked for and is not done.
     """
 
@@ -81,6 +81,7 @@ class ChatRequest:
     include_memory: bool = False
     show_timings: bool = False
     conversation_id: str | None = None
+    uses_cache: bool = True
     add_generation_prompt: bool = True
     continues: bool | str = False
     show_progress: bool = False
@@ -123,6 +124,7 @@ def parse_chat_request(body: object, defaults: RequestDefaults | None = None) ->
         include_memory=_read_include_memory(body),
         show_timings=read_bool(body, "timings_per_token") or False,
         conversation_id=_read_conversation_id(body),
+        uses_cache=body.get("cache_prompt") is not False,
         add_generation_prompt=add_prompt is not False,
         continues=_read_continues(body, messages),
         show_progress=read_bool(body, "return_progress") or False,
@@ -143,14 +145,14 @@ def _read_constraint(body: dict[str, Any]) -> tuple[Mapping[str, Any] | None, st
         schema = read_object(inner, "schema", path="response_format.json_schema.")
         if schema is None:
             raise FieldError("response_format.json_schema.schema", "must be given")
-        given["response_format"] = merged_schema(schema)
+        given["response_format"] = schema
     elif kind == "json_object":
         schema = read_object(form, "schema", path="response_format.")
-        given["response_format"] = merged_schema(schema or {"type": "object"})
+        given["response_format"] = schema or {"type": "object"}
     elif kind != "text":
         raise FieldError("response_format.type", "must be text, json_object or json_schema")
     if (schema := read_object(body, "json_schema")) is not None:
-        given["json_schema"] = merged_schema(schema)
+        given["json_schema"] = schema
     grammar = read_text(body, "grammar") or None
     if len(given) + (grammar is not None) > 1:
         names = ", ".join([*given, *(["grammar"] if grammar else [])])

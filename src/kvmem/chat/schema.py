@@ -1,7 +1,8 @@
 """JSON schemas: which demands a grammar can enforce, and which one it cannot.
 
 llama.cpp turns a schema into a grammar and leaves out, without a word, what has no grammar. Here
-each demand is looked at alone, so that one which would be lost can be named.
+each demand is looked at alone, so that one which would be lost can be named. chat.normal has
+written the schema in the words that have one, as far as there are any.
 """
 
 import json
@@ -9,8 +10,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import Any
 
+from kvmem.chat.formats import KNOWN as FORMATS
+from kvmem.chat.keywords import VALUES, demands_of, is_number, numbers_of
+from kvmem.chat.normal import NormalSchema
 from kvmem.errors import RequestError
 from kvmem.llama.grammar import schema_grammar
 
@@ -18,7 +22,6 @@ __all__ = [
     "MAX_DEPTH",
     "MAX_TEXT",
     "Unenforced",
-    "find_bound_texts",
     "find_contradictions",
     "find_oversized",
     "find_unenforced",
@@ -39,20 +42,6 @@ MAX_BOUND = 2**63 - 2
 
 # llama.cpp reads an index as C does: what follows the digits is left out
 INDEX = re.compile(r"\s*[+-]?([0-9]+)")
-
-# says nothing about which values are right
-ANNOTATIONS = frozenset(
-    {
-        "$schema", "$id", "$anchor", "$comment", "$defs", "$vocabulary", "definitions", "title",
-        "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly",
-        "contentMediaType", "contentEncoding", "strict", "name", "nullable", "discriminator", "xml",
-        "externalDocs",
-    }
-)  # fmt: skip
-# a tuple, as a client may ask for anything, a list for one, which no set can look up
-FORMATS = ("date", "time", "date-time", "uuid", *(f"uuid{n}" for n in range(1, 6)))
-
-TEXT_DEMANDS = ("pattern", "minLength", "maxLength", "format")
 
 # keyword -> the type whose grammar has it
 TYPED: Mapping[str, str] = {
@@ -82,8 +71,6 @@ RANGES = (
 )
 # what a part of an allOf may have; the rest of it is lost, and of closed parts the closing
 IN_ALL_OF = frozenset({"type", "properties", "required"})
-# hold values, not schemas
-VALUES = frozenset({"const", "enum", "default", "examples", "example"})
 ALTERNATIVES = ("oneOf", "anyOf", "allOf")
 # what the presence of a keyword makes llama.cpp forget about the rest of its schema
 DECIDING = ("$ref", "oneOf", "anyOf", "const", "enum")
@@ -103,20 +90,12 @@ class Unenforced:
         return f"{self.keyword} at {self.path} {self.reason}"
 
 
-def find_unenforced(schema: Mapping[str, Any], check: Check | None = None) -> Iterator[Unenforced]:
-    """The demands of a schema that its grammar would lack; it must not be oversized.
+def find_unenforced(normal: NormalSchema, check: Check | None = None) -> Iterator[Unenforced]:
+    """The demands of a schema that its grammar would lack, by their paths in the client's schema.
 
     check: raises RequestError for a grammar that does not parse.
     """
-    yield from _Walk(schema, check or (lambda grammar: None)).visit(schema, "#")
-
-
-def find_bound_texts(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Properties that may be a text but not any text: (name, keyword)."""
-    properties = schema.get("properties")
-    for name, inner in properties.items() if isinstance(properties, Mapping) else ():
-        for keyword in _text_demands(inner, schema) or ():
-            yield name, keyword
+    yield from _Walk(normal, check or (lambda grammar: None)).run()
 
 
 def find_oversized(schema: Mapping[str, Any]) -> Iterator[Unenforced]:
@@ -176,7 +155,7 @@ def find_contradictions(schema: Mapping[str, Any]) -> Iterator[Unenforced]:
         if not isinstance(node, Mapping):
             continue
         for low, high in RANGES:
-            lows, highs = _numbers(node, low), _numbers(node, high)
+            lows, highs = numbers_of(node, low), numbers_of(node, high)
             if lows and highs and lows[0] > highs[0]:
                 yield Unenforced(path, f"{low} {lows[0]}", f"contradicts {high} {highs[0]}")
         least, most = _integer_range(node)
@@ -189,35 +168,33 @@ def find_contradictions(schema: Mapping[str, Any]) -> Iterator[Unenforced]:
 
 def _integer_range(schema: Mapping[str, Any]) -> tuple[float | None, float | None]:
     """The least and the largest integer that its bounds allow; None where there is no bound."""
-    lows = _numbers(schema, "minimum")
-    highs = _numbers(schema, "maximum")
-    lows += [bound + 1 for bound in _numbers(schema, "exclusiveMinimum")]
-    highs += [bound - 1 for bound in _numbers(schema, "exclusiveMaximum")]
+    lows = numbers_of(schema, "minimum")
+    highs = numbers_of(schema, "maximum")
+    lows += [bound + 1 for bound in numbers_of(schema, "exclusiveMinimum")]
+    highs += [bound - 1 for bound in numbers_of(schema, "exclusiveMaximum")]
     return max(lows, default=None), min(highs, default=None)
 
 
-def _numbers(schema: Mapping[str, Any], keyword: str) -> list[float]:
-    """The value of a keyword, if it is a number."""
-    value = schema.get(keyword)
-    return [value] if _is_number(value) else []
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 class _Walk:
-    def __init__(self, root: Mapping[str, Any], check: Check) -> None:
-        self._root = root
+    def __init__(self, normal: NormalSchema, check: Check) -> None:
+        self._normal = normal
         self._check = check
         self._followed: set[str] = set()
+        self._waiting: list[str] = []  # references to follow
 
-    def visit(self, schema: object, path: str) -> Iterator[Unenforced]:
-        if isinstance(schema, bool) or not isinstance(schema, Mapping):
-            if schema is not True:
-                yield Unenforced(path, "the schema", "must be an object")
+    def run(self) -> Iterator[Unenforced]:
+        for (path, keyword), reason in self._normal.unwritten.items():
+            yield Unenforced(path, keyword, reason)
+        yield from self._visit(self._normal.schema, "#")
+        while self._waiting:
+            ref = self._waiting.pop()
+            yield from self._visit(_target(self._normal.schema, ref), self._normal.origins[ref])
+
+    def _visit(self, schema: object, path: str) -> Iterator[Unenforced]:
+        if not isinstance(schema, Mapping):
+            yield Unenforced(path, "the schema", "must be an object")
             return
-        demands = [k for k, v in schema.items() if k not in ANNOTATIONS and v is not None]
+        demands = demands_of(schema)
         deciding = next((k for k in DECIDING if k in demands), None)
         if deciding is not None:
             yield from self._visit_deciding(schema, deciding, demands, path)
@@ -242,24 +219,21 @@ class _Walk:
         if deciding == "$ref":
             yield from self._follow(value, path)
         elif deciding in ALTERNATIVES:
+            if deciding == "oneOf":
+                yield Unenforced(path, "oneOf", "has branches that may hold at the same time: tell "
+                                 "them apart by a const, or use anyOf")  # fmt: skip
             yield from self._visit_alternatives(value, f"{path}/{deciding}")
         else:
             yield from self._try({deciding: value}, path, deciding)
 
     def _is_implied(self, schema: Mapping[str, Any], keyword: str, deciding: str) -> bool:
-        """A type beside values of that type says nothing new, nor does one beside alternatives
-        that all have it.
-        """
+        """A type beside alternatives that all have it says nothing new."""
         if keyword != "type":
             return False
         given = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         kinds = {kind for kind in given if isinstance(kind, str)}
         if len(kinds) < len(given):
             return False
-        if deciding == "const":
-            return _type_of(schema["const"]) <= kinds
-        if deciding == "enum" and isinstance(schema["enum"], list):
-            return all(_type_of(value) & kinds for value in schema["enum"])
         if deciding in ALTERNATIVES and isinstance(schema[deciding], list):
             return all(
                 isinstance(item, Mapping) and item.get("type") in tuple(kinds)
@@ -277,17 +251,16 @@ class _Walk:
             if any(k in schema for k in ("properties", "additionalProperties", "items")):
                 yield Unenforced(path, "allOf", "is lost beside the properties")
             return
-        if keyword == "propertyNames" and value == {"type": "string"}:
-            return  # all names are
         kind = TYPED.get(keyword)
         if kind is None:
             yield Unenforced(path, keyword)
             return
+        if kind == "integer" and "number" in kinds:
+            yield Unenforced(path, keyword, "has no grammar for a number that is no integer")
+            return
         if kind not in kinds:
             if schema.get("type") is None:
                 yield Unenforced(path, keyword, "is lost without a type")
-            elif kind == "integer" and "number" in kinds:
-                yield Unenforced(path, keyword, "has no grammar for a number that is no integer")
             return  # it speaks of values that the type rules out
         yield from self._visit_typed(schema, keyword, value, kind, path)
 
@@ -296,7 +269,7 @@ class _Walk:
     ) -> Iterator[Unenforced]:
         if keyword == "properties" and isinstance(value, Mapping):
             for name, inner in value.items():
-                yield from self.visit(inner, f"{path}/properties/{name}")
+                yield from self._visit(inner, f"{path}/properties/{name}")
         elif keyword == "required":
             known = schema.get("properties")
             known = known if isinstance(known, Mapping) else {}
@@ -304,17 +277,18 @@ class _Walk:
                 if not isinstance(name, str) or name not in known:
                     yield Unenforced(path, "required", f"names {name!r}, which properties lacks")
         elif keyword == "additionalProperties" and isinstance(value, Mapping):
-            yield from self.visit(value, f"{path}/additionalProperties")
+            yield from self._visit(value, f"{path}/additionalProperties")
         elif keyword in ("items", "prefixItems"):
             yield from self._visit_items(schema, keyword, value, path)
         elif keyword == "format":
             if value not in FORMATS:
                 yield Unenforced(path, keyword, f"{value!r} has no grammar")
         elif keyword == "pattern":
-            yield from self._try_pattern(value, path)
+            if (path, keyword) not in self._normal.unwritten:
+                yield from self._try({"type": kind, keyword: value}, path, keyword)
         elif keyword in BOUNDS:
             yield from self._visit_bound(schema, keyword, value, path)
-        elif keyword in ("maxLength", "maxItems") and _is_number(value) and value > MAX_TIMES:
+        elif keyword in ("maxLength", "maxItems") and is_number(value) and value > MAX_TIMES:
             yield Unenforced(path, keyword, f"has no grammar above {MAX_TIMES}")
         else:
             yield from self._try({"type": kind, keyword: value}, path, keyword)
@@ -333,11 +307,11 @@ class _Walk:
         limit = MAX_OPEN_BOUND if least is None or most is None else MAX_BOUND
         if isinstance(value, float) and not value.is_integer():
             yield Unenforced(path, keyword, "must be a whole number for an integer")
-        elif _is_number(value) and abs(value) > limit:
+        elif is_number(value) and abs(value) > limit:
             yield Unenforced(path, keyword, f"has no grammar beyond {limit}")
-        elif all(abs(bound) <= limit for name in BOUNDS for bound in _numbers(schema, name)):
+        elif all(abs(bound) <= limit for name in BOUNDS for bound in numbers_of(schema, name)):
             # a large one has a grammar only beside its other end
-            bounds = {name: schema[name] for name in BOUNDS if _numbers(schema, name)}
+            bounds = {name: schema[name] for name in BOUNDS if numbers_of(schema, name)}
             yield from self._try({"type": "integer", **bounds, keyword: value}, path, keyword)
 
     def _visit_items(
@@ -347,36 +321,32 @@ class _Walk:
             yield Unenforced(path, keyword, "is lost beside items")
         elif isinstance(value, list):
             for index, item in enumerate(value):
-                yield from self.visit(item, f"{path}/{keyword}/{index}")
+                yield from self._visit(item, f"{path}/{keyword}/{index}")
             for bound in ("minItems", "maxItems"):
                 if bound in schema and schema[bound] != len(value):
                     yield Unenforced(path, bound, f"is lost beside a list of {keyword}")
         else:
-            yield from self.visit(value, f"{path}/{keyword}")
+            yield from self._visit(value, f"{path}/{keyword}")
 
     def _visit_alternatives(self, value: Any, path: str) -> Iterator[Unenforced]:
         if not isinstance(value, list) or not value:
             yield Unenforced(path, path.rpartition("/")[2], "must be a list of schemas")
             return
         for index, item in enumerate(value):
-            yield from self.visit(item, f"{path}/{index}")
+            yield from self._visit(item, f"{path}/{index}")
 
     def _visit_parts(self, value: Any, path: str) -> Iterator[Unenforced]:
         """Parts of an allOf: of each, no more than its properties is kept."""
         names: set[str] = set()
         for index, item in enumerate(value if isinstance(value, list) else ()):
             part = item
-            followed: set[Any] = set()
-            while isinstance(part, Mapping) and isinstance(part.get("$ref"), str):
-                if part["$ref"] in followed:
-                    break
-                followed.add(part["$ref"])
-                part = _target(self._root, part["$ref"])
+            if isinstance(item, Mapping) and item.get("$ref") in self._normal.origins:
+                part = _target(self._normal.schema, item["$ref"])
             if not isinstance(part, Mapping):
                 continue
             for keyword, inner in part.items():
-                is_kept = keyword in IN_ALL_OF or keyword in ANNOTATIONS
-                if not is_kept and not (keyword == "additionalProperties" and inner is True):
+                is_lost = keyword in demands_of(part) and keyword not in IN_ALL_OF
+                if is_lost and not (keyword == "additionalProperties" and inner is True):
                     yield Unenforced(f"{path}/{index}", keyword, "is lost in allOf")
             if part.get("type", "object") != "object":
                 yield Unenforced(f"{path}/{index}", "type", "is lost in allOf")
@@ -387,24 +357,14 @@ class _Walk:
                 names.add(name)
 
     def _follow(self, ref: Any, path: str) -> Iterator[Unenforced]:
-        if not isinstance(ref, str) or not ref.startswith("#/"):
-            yield Unenforced(path, "$ref", "must point into the same schema, as #/$defs/name")
-            return
-        if ref in self._followed:
-            return
-        self._followed.add(ref)
-        target = _target(self._root, ref)
-        if target is None:
+        if isinstance(ref, str) and ref in self._normal.origins:
+            if ref not in self._followed:
+                self._followed.add(ref)
+                self._waiting.append(ref)
+        elif isinstance(ref, str) and ref.startswith("#/"):
             yield Unenforced(path, "$ref", f"points to {ref}, which is not there")
         else:
-            yield from self.visit(target, ref)
-
-    def _try_pattern(self, value: Any, path: str) -> Iterator[Unenforced]:
-        faults = list(self._try({"type": "string", "pattern": value}, path, "pattern"))
-        yield from faults
-        # an unsupported pattern becomes any string, as one that is not anchored always does
-        if not faults and _pattern_grammar(value) == _pattern_grammar("unanchored"):
-            yield Unenforced(path, "pattern", f"{value!r} has no grammar (anchor it with ^ and $)")
+            yield Unenforced(path, "$ref", "must point into the same schema, as #/$defs/name")
 
     def _try(self, schema: dict[str, Any], path: str, keyword: str) -> Iterator[Unenforced]:
         """Whether one demand alone makes a grammar that parses."""
@@ -429,34 +389,6 @@ def _target(root: Mapping[str, Any], ref: str) -> Any:
     return target
 
 
-def _text_demands(
-    schema: object, root: Mapping[str, Any], followed: frozenset[str] = frozenset()
-) -> list[str] | None:
-    """The keywords that not every text meets; None where no text is a value of the schema."""
-    if not isinstance(schema, Mapping):
-        return None
-    ref = schema.get("$ref")
-    if isinstance(ref, str):
-        return (
-            None if ref in followed else _text_demands(_target(root, ref), root, followed | {ref})
-        )
-    for keyword in ("oneOf", "anyOf"):
-        if isinstance(schema.get(keyword), list):
-            found = [_text_demands(item, root, followed) for item in schema[keyword]]
-            return min((item for item in found if item is not None), key=len, default=None)
-    for keyword in ("const", "enum"):
-        if schema.get(keyword) is not None:
-            values = schema[keyword] if keyword == "enum" else [schema[keyword]]
-            has_text = isinstance(values, list) and any(isinstance(item, str) for item in values)
-            return [keyword] if has_text else None
-    demands = [keyword for keyword in TEXT_DEMANDS if schema.get(keyword) is not None]
-    for item in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-        demands += _text_demands(item, root, followed) or ()
-    kind = schema.get("type")
-    kinds = kind if isinstance(kind, list) else [kind]
-    return demands if "string" in kinds or (kind is None and demands) else None
-
-
 def _implied_type(schema: Mapping[str, Any]) -> str | None:
     """What llama.cpp takes a schema without a type for."""
     if "properties" in schema or schema.get("additionalProperties", True) is not True:
@@ -472,25 +404,6 @@ def _grammar(schema: dict[str, Any]) -> str:
     return _cached_grammar(json.dumps(schema))
 
 
-def _pattern_grammar(pattern: str) -> str:
-    return _grammar({"type": "string", "pattern": pattern})
-
-
 @lru_cache(maxsize=512)
 def _cached_grammar(schema: str) -> str:
     return schema_grammar(json.loads(schema))
-
-
-def _type_of(value: object) -> set[str]:
-    """The JSON types that a value is of."""
-    if value is None:
-        return {"null"}
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int):
-        return {"integer", "number"}
-    if isinstance(value, float):
-        return {"number"}
-    if isinstance(value, str):
-        return {"string"}
-    return {"array"} if isinstance(value, list) else {"object"}

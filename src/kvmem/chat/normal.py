@@ -1,0 +1,392 @@
+"""JSON schemas in the words that llama.cpp's grammars know.
+
+llama.cpp reads a part of JSON Schema, and some of it in its own way. Here a schema is written so
+that a grammar made from it allows no value that the schema forbids. It may allow fewer: names come
+in one order, and objects without `additionalProperties` are closed. What cannot be written so stays
+as it is, for chat.schema to name.
+
+References go into one table under names of their own: llama.cpp knows them by the letters and
+digits of their path, and takes those of two tools with the same path for one.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+from kvmem.chat import formats
+from kvmem.chat.all_of import Conflict, join, merge_all_of
+from kvmem.chat.exclusive import is_equal, is_of_type, make_exclusive
+from kvmem.chat.keywords import demands_of, numbers_of, with_subschemas
+from kvmem.chat.pattern import PatternError, write_pattern
+
+__all__ = ["NormalSchema", "normal_schema"]
+
+Json = dict[str, Any]
+
+NOTHING: Json = {"not": {}}
+MAX_MULTIPLES = 1000
+MAX_NODES = 20_000
+MAX_INLINED = 200
+# what may evaluate properties beside those that are named
+EVALUATING = frozenset({"anyOf", "oneOf", "allOf", "if", "dependentSchemas", "patternProperties"})
+# patterns of names that any name matches, as schema libraries write records
+ANY_NAME = ("", "^", "$", ".*", "^.*", ".*$", "^.*$", "^(.*)$")
+
+
+class _TooMuch(Exception):
+    """Alternatives within alternatives come to more than can be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormalSchema:
+    """A schema that llama.cpp is to get.
+
+    origins: where each of its references points to in the client's schema.
+    patterns: what each of its patterns was written from.
+    unwritten: path and keyword of what stays as it is or is left out, and why.
+    """
+
+    schema: Json
+    origins: Mapping[str, str] = field(default_factory=dict)
+    patterns: Mapping[str, str] = field(default_factory=dict)
+    unwritten: Mapping[tuple[str, str], str] = field(default_factory=dict)
+
+
+def normal_schema(schema: Mapping[str, Any]) -> NormalSchema:
+    """The schema must not be oversized."""
+    return _Normalizer(schema).run()
+
+
+class _Normalizer:
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        text = json.dumps(root, sort_keys=True, default=str)
+        self._digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
+        self._names: dict[str, str] = {}  # pointer -> name
+        self._made: Json = {}
+        self._waiting: list[str] = []  # pointers whose targets are to be made
+        self._patterns: dict[str, str] = {}
+        self._unwritten: dict[tuple[str, str], str] = {}
+        self._n_left = MAX_NODES
+        self._n_inlined = 0
+
+    def run(self) -> NormalSchema:
+        try:
+            schema = self._node(self._inlined(merge_all_of(self._root)), "#")
+            while self._waiting:
+                ref = self._waiting.pop()
+                target = self._target(ref)
+                if isinstance(target, Mapping):
+                    target = merge_all_of(target, self._root)
+                self._made[self._names[ref]] = self._node(target, ref)
+        except _TooMuch:
+            fault = {("#", "the schema"): "has too many alternatives within alternatives"}
+            return NormalSchema({"type": "object"}, unwritten=fault)
+        if self._made:
+            schema["$defs"] = self._made
+        origins = {f"#/$defs/{name}": pointer for pointer, name in self._names.items()}
+        return NormalSchema(self._with_exclusive(schema), origins, self._patterns, self._unwritten)
+
+    def _inlined(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The root itself must say that it is an object."""
+        followed: set[str] = set()
+        while isinstance(ref := schema.get("$ref"), str) and ref not in followed:
+            followed.add(ref)
+            target = self._target(ref)
+            beside = {k: v for k, v in schema.items() if k != "$ref"}
+            if not isinstance(target, Mapping):
+                break
+            try:
+                schema = join(beside, merge_all_of(target, self._root))
+            except Conflict:
+                break
+        return schema
+
+    def _target(self, ref: str) -> Any:
+        """What a pointer within the schema points to (RFC 6901); None for nothing."""
+        if ref != "#" and not ref.startswith("#/"):
+            return None
+        target: Any = self._root
+        for step in ref.split("/")[1:]:
+            step = unquote(step).replace("~1", "/").replace("~0", "~")
+            if isinstance(target, Mapping) and step in target:
+                target = target[step]
+            elif isinstance(target, list) and step.isascii() and step.isdigit():
+                place = int(step[:9])
+                target = target[place] if place < len(target) else None
+            else:
+                return None
+        return target
+
+    def _refer(self, ref: str) -> str | None:
+        """The name in the new table, or None where there is nothing."""
+        if ref not in self._names:
+            if self._target(ref) is None:
+                return None
+            self._names[ref] = f"k{self._digest}x{len(self._names)}"
+            self._waiting.append(ref)
+        return self._names[ref]
+
+    def _node(self, schema: Any, path: str) -> Any:
+        self._n_left -= 1
+        if self._n_left < 0:
+            raise _TooMuch
+        if isinstance(schema, bool):
+            return {} if schema else dict(NOTHING)
+        if not isinstance(schema, Mapping):
+            return schema
+        node = {
+            k: v
+            for k, v in schema.items()
+            if (v is not None or k == "const") and k not in ("$defs", "definitions")
+        }
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(node.get(keyword), list) and len(demands_of(node)) > 1:
+                node = self._distributed(node, keyword)
+        node = with_subschemas(node, lambda inner, step: self._node(inner, f"{path}/{step}"))
+        if isinstance(ref := node.get("$ref"), str):
+            name = self._refer(ref)
+            return node if name is None else {**node, "$ref": f"#/$defs/{name}"}
+        for step in (_plain_values, _plain_numbers, _plain_objects, _plain_arrays):
+            node = step(node)
+        return self._plain_texts(node, path)
+
+    def _distributed(self, node: Json, keyword: str) -> Json:
+        """What stands beside alternatives, put into each of them."""
+        beside = {k: v for k, v in node.items() if k != keyword and k in demands_of(node)}
+        others = {k: v for k, v in node.items() if k not in beside and k != keyword}
+        branches = []
+        for branch in node[keyword]:
+            try:
+                branches.append(join(beside, self._resolved(branch)))
+            except Conflict:
+                return node
+        return {**others, keyword: branches}
+
+    def _resolved(self, branch: Any) -> Mapping[str, Any]:
+        if branch is True:
+            return {}
+        if isinstance(branch, Mapping) and isinstance(ref := branch.get("$ref"), str):
+            target = self._target(ref)
+            self._n_inlined += 1
+            if self._n_inlined > MAX_INLINED:  # it may come back to itself
+                raise Conflict
+            if demands_of(branch) != ["$ref"] or not isinstance(target, Mapping):
+                raise Conflict
+            branch = merge_all_of(target, self._root)
+        if not isinstance(branch, Mapping) or "$ref" in branch:
+            raise Conflict
+        return branch
+
+    def _with_exclusive(self, node: Any) -> Any:
+        """The same with each oneOf that can be one as an anyOf of branches that exclude each other,
+        and without branches that nothing fits.
+        """
+        if not isinstance(node, Mapping):
+            return node
+        node = with_subschemas(node, lambda inner, step: self._with_exclusive(inner))
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(node.get(keyword), list):
+                node[keyword] = [b for b in node[keyword] if b != NOTHING] or node[keyword]
+        branches = node.get("oneOf")
+        if isinstance(branches, list) and branches and "anyOf" not in node:
+            exclusive = make_exclusive(branches, self._made)
+            if exclusive is not None:
+                node = {k: v for k, v in node.items() if k != "oneOf"}
+                node["anyOf"] = exclusive
+        return node
+
+    def _plain_texts(self, node: Json, path: str) -> Json:
+        form = node.get("format")
+        if isinstance(form, str) and form not in (*formats.KNOWN, *formats.CHECKED):
+            pattern = formats.PATTERNS.get(form)
+            if pattern is None:  # it says nothing about which texts are right
+                return self._plain_texts({k: v for k, v in node.items() if k != "format"}, path)
+            if "pattern" not in node and _may_be(node, "string"):
+                node = {k: v for k, v in node.items() if k != "format"}
+                node["pattern"] = pattern
+        if isinstance(node.get("pattern"), str):
+            try:
+                written = write_pattern(node["pattern"])
+                self._patterns[written] = node["pattern"]
+                node = {**node, "pattern": written}
+            except PatternError as error:
+                self._unwritten[path, "pattern"] = f"{node['pattern']!r} {error}"
+        if node.get("minLength") == 0:
+            node = {k: v for k, v in node.items() if k != "minLength"}
+        return node
+
+
+def _plain_values(node: Json) -> Json:
+    """Values that stand beside a type: those of that type. One beside several: that one."""
+    kinds = node.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    values = node.get("enum")
+    if "const" in node:
+        if isinstance(values, list) and any(is_equal(node["const"], value) for value in values):
+            node = {k: v for k, v in node.items() if k != "enum"}
+        if isinstance(kinds, list) and any(is_of_type(node["const"], kind) for kind in kinds):
+            node = {k: v for k, v in node.items() if k != "type"}
+        return node
+    if isinstance(values, list) and isinstance(kinds, list):
+        fitting = [value for value in values if any(is_of_type(value, kind) for kind in kinds)]
+        if fitting:
+            node = {k: v for k, v in node.items() if k != "type"}
+            node["enum"] = fitting
+    return node
+
+
+def _plain_numbers(node: Json) -> Json:
+    """Bounds as llama.cpp has them, and multiples where they can be counted."""
+    node = dict(node)
+    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if node.get(exclusive) is True and bound in node:  # as it was until draft 4
+            node[exclusive] = node.pop(bound)
+        elif node.get(exclusive) is False:
+            del node[exclusive]
+    step = node.get("multipleOf")
+    if node.get("type") == "number" and isinstance(step, int) and _is_positive(step):
+        node["type"] = "integer"
+    if node.get("type") != "integer":
+        return node
+    lows = [math.ceil(bound) for bound in numbers_of(node, "minimum")]
+    lows += [math.floor(bound) + 1 for bound in numbers_of(node, "exclusiveMinimum")]
+    highs = [math.floor(bound) for bound in numbers_of(node, "maximum")]
+    highs += [math.ceil(bound) - 1 for bound in numbers_of(node, "exclusiveMaximum")]
+    if lows and highs and max(lows) > min(highs):
+        return node  # no integer: that is told elsewhere
+    for bounds, best, names in (
+        (lows, max, ("minimum", "exclusiveMinimum")),
+        (highs, min, ("maximum", "exclusiveMaximum")),
+    ):
+        if bounds:
+            for name in [name for name in names if numbers_of(node, name)]:
+                del node[name]
+            node[names[0]] = best(bounds)
+    if isinstance(step, float) and step.is_integer():
+        step = int(step)
+    if isinstance(step, int) and _is_positive(step):
+        return _multiples(node, step)
+    return node
+
+
+def _multiples(node: Json, step: int) -> Json:
+    if step == 1:
+        return {k: v for k, v in node.items() if k != "multipleOf"}
+    if "minimum" not in node or "maximum" not in node:
+        return node
+    first = -(-node["minimum"] // step)
+    last = node["maximum"] // step
+    if not first <= last < first + MAX_MULTIPLES:
+        return node
+    counted = ("type", "multipleOf", "minimum", "maximum")
+    values = [number * step for number in range(first, last + 1)]
+    return {**{k: v for k, v in node.items() if k not in counted}, "enum": values}
+
+
+def _plain_objects(node: Json) -> Json:
+    if not _may_be(node, "object"):
+        return node
+    node = _plain_names(dict(node))
+    open_to = node.get("additionalProperties", True)
+    if open_to == NOTHING:
+        open_to = node["additionalProperties"] = False
+    is_shut = node.get("unevaluatedProperties") in (False, NOTHING) and "properties" in node
+    if is_shut and not node.keys() & EVALUATING:
+        del node["unevaluatedProperties"]
+        open_to = node.setdefault("additionalProperties", False)
+    given = node.get("properties")
+    properties = dict(given) if isinstance(given, Mapping) else {}
+    required = node.get("required")
+    names = required if isinstance(required, list) else []
+    unknown = [name for name in names if isinstance(name, str) and name not in properties]
+    if unknown and open_to is not False:
+        if given is None:
+            node.setdefault("additionalProperties", True)
+        properties |= {name: {} if open_to is True else open_to for name in unknown}
+    absent = [name for name, inner in properties.items() if inner == NOTHING]
+    is_closed = node.get("additionalProperties", False) is False
+    if absent and is_closed and not any(name in names for name in absent):
+        properties = {k: v for k, v in properties.items() if k not in absent}
+    if given is not None or properties:
+        node["properties"] = properties
+    return _plain_counts(node)
+
+
+def _plain_names(node: Json) -> Json:
+    """Records: rules for names that are not given one by one."""
+    rules = node.get("patternProperties")
+    if isinstance(rules, Mapping) and len(rules) == 1 and "properties" not in node:
+        [(pattern, inner)] = rules.items()
+        if pattern in ANY_NAME:
+            del node["patternProperties"]
+            node["additionalProperties"] = inner
+    names = node.get("propertyNames")
+    if isinstance(names, Mapping):
+        demands = demands_of(names)
+        if not demands or (demands == ["type"] and names["type"] == "string"):
+            del node["propertyNames"]  # all names are texts
+        elif isinstance(names.get("enum"), list) and set(demands) <= {"enum", "type"}:
+            value = node.get("additionalProperties", True)
+            texts = [name for name in names["enum"] if isinstance(name, str)]
+            if "properties" not in node and value is not False and texts:
+                del node["propertyNames"]
+                node["properties"] = {name: {} if value is True else value for name in texts}
+                node["additionalProperties"] = False
+    return node
+
+
+def _plain_counts(node: Json) -> Json:
+    """Numbers of properties that hold in any case."""
+    properties, required = node.get("properties"), node.get("required")
+    least, most = numbers_of(node, "minProperties"), numbers_of(node, "maxProperties")
+    n_required = len({name for name in required if isinstance(name, str)}) if isinstance(
+        required, list) else 0  # fmt: skip
+    if least and least[0] <= n_required:
+        del node["minProperties"]
+    is_closed = node.get("additionalProperties", False) is False
+    if most and is_closed and isinstance(properties, Mapping) and most[0] >= len(properties):
+        del node["maxProperties"]
+    return node
+
+
+def _plain_arrays(node: Json) -> Json:
+    if not _may_be(node, "array"):
+        return node
+    node = dict(node)
+    if isinstance(node.get("items"), list) and "prefixItems" not in node:  # until draft 2019-09
+        node["prefixItems"] = node.pop("items")
+        if "additionalItems" in node:
+            node["items"] = node.pop("additionalItems")
+    first = node.get("prefixItems")
+    for keyword in ("items", "unevaluatedItems"):
+        if node.get(keyword) is True or (
+            isinstance(first, list) and node.get(keyword) in (False, NOTHING)
+        ):
+            del node[keyword]
+    if first is None and node.get("items") in (False, NOTHING):
+        del node["items"]
+        node["maxItems"] = 0
+    most, least = numbers_of(node, "maxItems"), numbers_of(node, "minItems")
+    if node.get("uniqueItems") is False or (most and most[0] <= 1):
+        node.pop("uniqueItems", None)
+    # of a tuple llama.cpp writes every item, and no more
+    if isinstance(first, list) and "items" not in node:
+        n_items = len(first)
+        if not any(n > n_items for n in least) and not any(n < n_items for n in most):
+            node.pop("minItems", None)
+            node.pop("maxItems", None)
+    return node
+
+
+def _may_be(node: Mapping[str, Any], kind: str) -> bool:
+    kinds = node.get("type", kind)
+    return kinds == kind or (isinstance(kinds, list) and kind in kinds)
+
+
+def _is_positive(step: float) -> bool:
+    return not isinstance(step, bool) and step > 0

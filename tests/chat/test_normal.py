@@ -1,0 +1,208 @@
+"""Schemas as llama.cpp is to get them: what its grammar allows, the client's schema does too."""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jsonschema
+import pytest
+from gbnf import read_grammar
+from pydantic import BaseModel, Field
+
+from kvmem.chat.normal import normal_schema
+from kvmem.chat.schema import find_oversized, find_unenforced
+from kvmem.llama.grammar import check_grammar, schema_grammar
+from kvmem.llama.model import Model
+
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: Path) -> Iterator[Model]:
+    with Model(tiny_llama) as model:
+        yield model
+
+
+def obj(**properties: Any) -> Json:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def values_of(schema: Json, n: int = 100) -> list[Any]:
+    """Random values that the grammar of a schema allows, all of them valid."""
+    normal = normal_schema(schema)
+    grammar = read_grammar(schema_grammar(normal.schema or {"title": "any"}))
+    values = [json.loads(grammar.text(seed, most=2)) for seed in range(n)]
+    is_old = "additionalItems" in schema
+    validator = (jsonschema.Draft7Validator if is_old else jsonschema.Draft202012Validator)(schema)
+    for value in values:
+        validator.validate(value)
+    return values
+
+
+def lost(model: Model, schema: Json) -> list[tuple[str, str]]:
+    faults = find_unenforced(normal_schema(schema), partial(check_grammar, model))
+    return [(fault.path, fault.keyword) for fault in faults]
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"] = "cat"
+    lives: int = Field(9, ge=1, le=9)
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    name: str | None = Field(None, max_length=10)
+
+
+class Tree(BaseModel):
+    label: str = Field(pattern=r"^[a-z]{1,5}\d*$")
+    children: list["Tree"] = []
+
+
+class Everything(BaseModel):
+    pet: Cat | Dog = Field(discriminator="kind")
+    tree: Tree
+    pair: tuple[int, str]
+    table: dict[str, float]
+    choice: dict[Literal["a", "b"], int]
+    level: int = Field(multiple_of=5, ge=0, le=50)
+    when: Literal["now", "later"] | None = None
+
+
+CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "n": {"type": "integer"}}}
+DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}}, "required": ["kind"]}
+ENFORCED: dict[str, Json] = {
+    "pydantic": Everything.model_json_schema(),
+    "recursive at the root": Tree.model_json_schema(),
+    "true": obj(a=True, b={"type": "null"}),
+    "false": {**obj(b={"type": "null"}), "properties": {"a": False, "b": {"type": "null"}}},
+    "root": {**obj(n={"type": "null"}), "properties": {"n": {"type": "null"},
+             "next": {"$ref": "#"}}},
+    "escaped": {"$defs": {"a/b~c": {"type": "null"}}, **obj(x={"$ref": "#/$defs/a~1b~0c"})},
+    "alike": {"$defs": {"a_b": {"const": 1}, "a-b": {"const": 2}},
+              **obj(x={"$ref": "#/$defs/a_b"}, y={"$ref": "#/$defs/a-b"})},
+    "oneOf of types": {"oneOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
+    "oneOf of constants": {"oneOf": [{"const": 1}, {"const": "1"}, {"const": True}]},
+    "oneOf of ranges": {"oneOf": [{"type": "integer", "maximum": 3},
+                                  {"type": "integer", "minimum": 4, "maximum": 9}]},
+    "oneOf told apart": {"oneOf": [CAT, DOG]},
+    "oneOf of references": {"$defs": {"c": CAT, "d": DOG},
+                            "oneOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/d"}]},
+    "oneOf by what is there": {"oneOf": [obj(a={"type": "null"}), obj(b={"type": "null"})]},
+    "one of two required": {"type": "object", "properties": {"path": {"type": "null"},
+                            "url": {"type": "null"}, "n": {"type": "integer"}},
+                            "oneOf": [{"required": ["path"]}, {"required": ["url"]}]},
+    "any of two required": {"type": "object", "properties": {"a": {"type": "null"},
+                            "b": {"type": "null"}}, "additionalProperties": False,
+                            "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    "beside a reference": {"$defs": {"s": {"type": "string"}},
+                           "anyOf": [{"$ref": "#/$defs/s"}], "maxLength": 3},
+    "never": {"anyOf": [{"not": {}}, {"type": "string", "maxLength": 2}]},
+    "required but not named": {"type": "object", "required": ["a", "b"]},
+    "record of names": {"type": "object", "propertyNames": {"enum": ["x", "y"]},
+                        "additionalProperties": {"type": "integer"}},
+    "record of patterns": {"type": "object", "patternProperties": {"^(.*)$": {"type": "null"}}},
+    "old tuple": {"type": "array", "items": [{"type": "null"}, {"type": "boolean"}],
+                  "additionalItems": False},
+    "tuple": {"type": "array", "prefixItems": [{"type": "null"}], "items": False, "maxItems": 9},
+    "unique": {"type": "array", "items": {"type": "null"}, "maxItems": 1, "uniqueItems": True},
+    "no items": {"type": "array", "items": False},
+    "multiples": {"type": "integer", "minimum": 3, "maximum": 20, "multipleOf": 4},
+    "whole numbers": {"type": "number", "multipleOf": 1},
+    "tight bounds": {"type": "integer", "minimum": 1.5, "exclusiveMinimum": 2, "maximum": 9.9,
+                     "exclusiveMaximum": 9},
+    "enum of a type": {"type": ["string", "null"], "enum": ["a", 1, None]},
+    "const of a type": {"type": "integer", "const": 3, "enum": [1, 3]},
+    "counted": {**obj(a={"type": "null"}), "minProperties": 1, "maxProperties": 3},
+    "shut": {**obj(a={"type": "null"}), "unevaluatedProperties": False},
+    "joined": {"allOf": [obj(a={"minimum": 1, "type": "integer"}),
+                         obj(a={"type": "integer", "minimum": 5, "maximum": 8})]},
+    "annotations": {"type": "string", "maxLength": 3, "x-order": 1, "markdownDescription": "m",
+                    "format": "password", "enumNames": ["A"], "nullable": True, "default": 1},
+    "formats": obj(a={"type": "string", "format": "email"}, b={"type": "string", "format": "uri"},
+                   c={"type": "string", "format": "ipv4"}, d={"format": "hostname"},
+                   e={"type": "integer", "format": "int32"}, f={"format": "duration"}),
+    "patterns": obj(a={"type": "string", "pattern": "b"}, b={"type": "string", "pattern": "^.x"},
+                    c={"type": "string", "pattern": r"^\d\D$"}),
+    "null keywords": {"type": "string", "maxLength": 4, "enum": None, "minLength": None},
+    "named as keywords": obj(enum={"allOf": [{"type": "integer"}]}, default={"oneOf": [
+        {"type": "null"}, {"type": "boolean"}]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENFORCED)
+def test_what_a_grammar_allows_is_valid(model: Model, name: str) -> None:
+    schema = ENFORCED[name]
+    written = {k: v for k, v in schema.items() if v is not None}
+    assert lost(model, schema) == []
+    values_of(written)
+    normal = normal_schema(schema).schema
+    assert list(find_oversized(normal)) == []
+
+
+REFUSED: tuple[tuple[Json, str, str], ...] = (
+    ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "#", "oneOf"),
+    ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "#", "oneOf"),
+    ({"oneOf": [{}, {"type": "null"}]}, "#", "oneOf"),
+    ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "#", "oneOf"),
+    ({"oneOf": [CAT, {**DOG, "properties": {"kind": {"type": "string"}}}]}, "#", "oneOf"),
+    ({"oneOf": [{**CAT, "additionalProperties": True},
+                {"type": "object", "required": ["x"]}]}, "#", "oneOf"),
+    ({"$defs": {"a": {"oneOf": [{}, {}]}}, "$ref": "#/$defs/a"}, "#", "oneOf"),
+    (obj(a={"$ref": "#/properties/b"}, b={"oneOf": [{}, {}]}), "#/properties/b", "oneOf"),
+    ({"type": "string", "format": "idn-email"}, "#", "format"),
+    ({"type": "string", "pattern": "^(?=a)"}, "#", "pattern"),
+    ({"type": "array", "prefixItems": [{}], "items": {}}, "#", "prefixItems"),
+    ({"type": "array", "items": {}, "uniqueItems": True}, "#", "uniqueItems"),
+    ({"type": "integer", "multipleOf": 3, "minimum": 0}, "#", "multipleOf"),
+    ({"type": "number", "minimum": 0, "maximum": 1}, "#", "minimum"),
+    ({"type": ["integer", "number"], "minimum": 0}, "#", "minimum"),
+    ({"type": "object", "patternProperties": {"^a": {}}}, "#", "patternProperties"),
+    ({"type": "object", "propertyNames": {"pattern": "^a"}}, "#", "propertyNames"),
+    ({**obj(a={}), "required": ["b"], "additionalProperties": False}, "#", "required"),
+    ({"type": "object", "if": {}, "then": {}}, "#", "if"),
+    ({**obj(), "dependentRequired": {"a": ["b"]}}, "#", "dependentRequired"),
+    ({"not": {"type": "null"}}, "#", "not"),
+    (obj(a=False), "#/properties/a", "not"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "path", "keyword"), REFUSED)
+def test_what_cannot_be_written_is_named(
+    model: Model, schema: Json, path: str, keyword: str
+) -> None:
+    assert (path, keyword) in lost(model, schema)
+
+
+def test_a_branch_is_narrowed_to_what_tells_it_apart() -> None:
+    """Without its kind, a cat would be a dog too: pydantic has no required field with a default."""
+    values = values_of({"oneOf": [CAT, {**DOG, "required": []}]})
+    assert {value.get("kind") for value in values} == {"cat", "dog", "wolf"}
+    values = values_of(ENFORCED["one of two required"])
+    assert {next(iter(value)) for value in values} == {"path", "url"}
+
+
+def test_references_have_names_of_their_own() -> None:
+    """llama.cpp keeps one rule for all paths of the same letters, in all tools of a request."""
+    one = normal_schema({"$defs": {"x": {"const": 1}}, **obj(a={"$ref": "#/$defs/x"})})
+    two = normal_schema({"$defs": {"x": {"const": 2}}, **obj(a={"$ref": "#/$defs/x"})})
+    assert one.origins.keys().isdisjoint(two.origins)
+    assert list(one.origins.values()) == ["#/$defs/x"]
+
+
+def test_a_long_chain_of_references_is_no_recursion() -> None:
+    defs = {f"d{i}": obj(a={"$ref": f"#/$defs/d{i + 1}"}) for i in range(900)}
+    chain = {"$defs": {**defs, "d900": {"type": "null"}}, "$ref": "#/$defs/d0"}
+    assert len(normal_schema(chain).origins) == 900
+    assert list(find_unenforced(normal_schema(chain))) == []
+
+
+def test_alternatives_within_alternatives_come_to_an_end(model: Model) -> None:
+    wide = [{"maxLength": n} for n in range(300)]
+    schema = {"type": "string", "anyOf": wide, "oneOf": [{"minLength": n} for n in range(300)]}
+    assert ("#", "the schema") in lost(model, schema)
+    circle = {"$defs": {"x": {"type": "object", "anyOf": [{"$ref": "#/$defs/x"}]}},
+              "$ref": "#/$defs/x"}  # fmt: skip
+    normal_schema(circle)
