@@ -46,12 +46,14 @@ SIZES: dict[str, Any] = {
 def make_config(path: Path, **memory: Any) -> EngineConfig:
     """SIZES, changed by ``memory``. One thread: ggml's threads spin, and tests share the cores.
 
-    Among them may be n_drafts: proposals of a step at most; 0 for no drafts. And mtp_state.
+    Among them may be n_drafts: proposals of a step at most; 0 for no drafts. And mtp_state, p_min
+    and n_min.
     """
     n_drafts, state = memory.pop("n_drafts", 0), memory.pop("mtp_state", "snapshots")
+    least: dict[str, Any] = {name: memory.pop(name, 0) for name in ("p_min", "n_min")}
     draft = DraftConfig()
     if n_drafts:
-        draft = DraftConfig(spec_type="draft-mtp", n_max=n_drafts, state=state)
+        draft = DraftConfig(spec_type="draft-mtp", n_max=n_drafts, state=state, **least)
     return EngineConfig(
         model=ModelConfig(path=path, n_gpu_layers=devices.current().n_gpu_layers, n_threads=1),
         memory=MemoryConfig(**{**SIZES, **memory}),

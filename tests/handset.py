@@ -56,12 +56,14 @@ def write_handset(
     *,
     script: Sequence[str] = SCRIPT,
     wrong_drafts: Sequence[int] = (),
+    torn_drafts: Sequence[int] = (),
     start: str = "[go]",
 ) -> Path:
     """Write the model to `path`, which is returned.
 
     wrong_drafts: steps of the script (0 is its start) after which the MTP block proposes a wrong
         token.
+    torn_drafts: steps after which it holds the right token and another one for equally likely.
     start: the token after which the script is played; LINE_BREAK for the end of a chat's prompt.
     """
     facts = {fact(k, v): (k, v) for k in range(N_KEYS) for v in range(N_VALUES)}
@@ -103,6 +105,8 @@ def write_handset(
     drafts = rows.copy()
     for step in wrong_drafts:
         drafts[steps[step]] = rows[steps[0]]
+    for step in torn_drafts:
+        drafts[steps[step]] = rows[steps[step]] + rows[steps[step - 1]]
     _add_mtp(tensors, drafts)
     finish(writer)
     return path

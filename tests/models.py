@@ -56,6 +56,12 @@ def tiny_smollm3(tiny: TinyWriter) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_qwen3next_mtp(tiny: TinyWriter) -> Path:
+    """The other family of gated delta nets that can draft."""
+    return tiny("qwen3next_mtp")
+
+
+@pytest.fixture(scope="session")
 def tiny_gemma3(tiny: TinyWriter) -> Path:
     """Every second layer has a sliding window."""
     return tiny("gemma3")

@@ -15,7 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import tiny_vocab
 
-Arch = Literal["llama", "qwen2", "qwen3", "qwen3moe", "smollm3", "gemma3", "qwen35", "qwen35moe"]
+Arch = Literal[
+    "llama", "qwen2", "qwen3", "qwen3moe", "smollm3", "gemma3", "qwen35", "qwen35moe",
+    "qwen3next",
+]  # fmt: skip
 
 N_HEADS: Final = 4
 N_KV_HEADS: Final = 2
@@ -28,9 +31,10 @@ SSM_KEY_HEADS: Final = 2
 SSM_VALUE_HEADS: Final = 4
 CONV_TAPS: Final = 4
 
-QK_NORM: Final = frozenset({"qwen3", "qwen3moe", "gemma3", "qwen35", "qwen35moe"})
-HYBRID: Final = frozenset({"qwen35", "qwen35moe"})
-EXPERTS: Final = frozenset({"qwen3moe", "qwen35moe"})
+HYBRID: Final = frozenset({"qwen35", "qwen35moe", "qwen3next"})
+QK_NORM: Final = frozenset({"qwen3", "qwen3moe", "gemma3"}) | HYBRID
+SHARED_EXPERT: Final = frozenset({"qwen35moe", "qwen3next"})
+EXPERTS: Final = frozenset({"qwen3moe"}) | SHARED_EXPERT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +43,9 @@ class Shape:
 
     head_dim: a multiple of 64 turns on llama.cpp's Hadamard rotation of quantised K and V.
     n_layers: trunk layers, without the MTP block.
-    attention_interval: in qwen35 every n-th trunk layer has full attention, the others are
+    attention_interval: in hybrids every n-th trunk layer has full attention, the others are
     linear; in gemma3 every n-th sees everything, the others the last SWA_TOKENS.
-    mtp: append a multi-token-prediction block (qwen35 only).
+    mtp: append a multi-token-prediction block (hybrids only).
     """
 
     arch: Arch = "llama"
@@ -143,7 +147,8 @@ def add_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         turned = shape.head_dim // 2
         section = turned // 2 // 8
         writer.add_rope_dimension_count(turned)
-        writer.add_rope_dimension_sections([3 * section, 3 * section, 2 * section, 0])
+        if shape.arch != "qwen3next":
+            writer.add_rope_dimension_sections([3 * section, 3 * section, 2 * section, 0])
         writer.add_ssm_conv_kernel(CONV_TAPS)
         writer.add_ssm_state_size(SSM_STATE)
         writer.add_ssm_group_count(SSM_KEY_HEADS)
@@ -158,7 +163,7 @@ def add_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_expert_count(N_EXPERTS)
         writer.add_expert_used_count(N_EXPERTS_USED)
         writer.add_expert_feed_forward_length(shape.n_ff)
-    if shape.arch == "qwen35moe":
+    if shape.arch in SHARED_EXPERT:
         writer.add_expert_shared_feed_forward_length(shape.n_ff)
     if shape.arch == "gemma3":
         writer.add_sliding_window(SWA_TOKENS)
@@ -211,8 +216,11 @@ def add_linear_attention(
     tensors.normal(prefix + "ssm_conv1d.weight", (mixed, CONV_TAPS), 0.5)
     tensors.normal(prefix + "ssm_dt.bias", (SSM_VALUE_HEADS,), 0.05)
     tensors.decay(prefix + "ssm_a", SSM_VALUE_HEADS)
-    tensors.matrix(prefix + "ssm_beta.weight", SSM_VALUE_HEADS, shape.n_embd)
-    tensors.matrix(prefix + "ssm_alpha.weight", SSM_VALUE_HEADS, shape.n_embd)
+    if shape.arch == "qwen3next":  # both, key head by key head
+        tensors.matrix(prefix + "ssm_ba.weight", 2 * SSM_VALUE_HEADS, shape.n_embd)
+    else:
+        tensors.matrix(prefix + "ssm_beta.weight", SSM_VALUE_HEADS, shape.n_embd)
+        tensors.matrix(prefix + "ssm_alpha.weight", SSM_VALUE_HEADS, shape.n_embd)
     tensors.ones(prefix + "ssm_norm.weight", SSM_STATE)
     tensors.matrix(prefix + "ssm_out.weight", shape.n_embd, values, gain=output_gain)
 
@@ -229,7 +237,7 @@ def _add_experts(tensors: Tensors, shape: Shape, prefix: str) -> None:
     tensors.normal(prefix + "ffn_gate_exps.weight", (N_EXPERTS, narrow, wide), wide**-0.5)
     tensors.normal(prefix + "ffn_up_exps.weight", (N_EXPERTS, narrow, wide), wide**-0.5)
     tensors.normal(prefix + "ffn_down_exps.weight", (N_EXPERTS, wide, narrow), narrow**-0.5)
-    if shape.arch == "qwen35moe":  # one more that every token goes through, behind a gate
+    if shape.arch in SHARED_EXPERT:  # one more that every token goes through, behind a gate
         tensors.normal(prefix + "ffn_gate_inp_shexp.weight", (wide,), wide**-0.5)
         tensors.matrix(prefix + "ffn_gate_shexp.weight", narrow, wide)
         tensors.matrix(prefix + "ffn_up_shexp.weight", narrow, wide)
@@ -256,6 +264,7 @@ KINDS: Final[dict[str, Shape]] = {
     "gemma3": Shape(arch="gemma3", n_layers=2, attention_interval=2),
     "qwen35": Shape(arch="qwen35", n_layers=4, attention_interval=2),
     "qwen35moe": Shape(arch="qwen35moe", n_layers=2, attention_interval=2),
+    "qwen3next_mtp": Shape(arch="qwen3next", n_layers=2, attention_interval=2, mtp=True),
     "qwen35_mtp": Shape(arch="qwen35", n_layers=4, attention_interval=2, mtp=True),
     "qwen35_64": Shape(arch="qwen35", n_layers=2, attention_interval=2, head_dim=64, mtp=True),
 }

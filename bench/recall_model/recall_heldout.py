@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -234,6 +234,25 @@ def _ask_one(task: tuple[dict[str, Any], Setting]) -> Outcome:
     return outcome
 
 
+def print_drafts(outcomes: dict[Setting, Outcome]) -> None:
+    """A line for each setting with drafts: how many were said, and whether answers changed."""
+    for setting, outcome in outcomes.items():
+        if not setting.n_drafts:
+            continue
+        drafted = sum(answer.drafted for answer in outcome.answers)
+        accepted = sum(answer.accepted for answer in outcome.answers)
+        part = "all" if setting.policy == "full" else f"1/{setting.divisor}"
+        line = (
+            f"{setting.policy}, {part}, {setting.n_drafts} drafts: {accepted:,} of {drafted:,} "
+            f"said ({outcome.acceptance:.1%})"
+        )
+        plain = outcomes.get(replace(setting, n_drafts=0))
+        if plain is not None:
+            n_same = sum(a == b for a, b in zip(outcome.said, plain.said, strict=True))
+            line += f"; {n_same} of {len(plain.said)} answers are those without"
+        print(line)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", type=Path, default=MODEL)
@@ -243,7 +262,9 @@ def main() -> None:
     parser.add_argument("--questions", type=Path, default=HELDOUT, help="written by recall_tokens")
     parser.add_argument("--divisor", type=int, nargs="+", default=[4], help="4 for a quarter")
     parser.add_argument("--block", type=int, nargs="+", default=[16], help="tokens of a block")
-    parser.add_argument("--drafts", type=int, default=0, help="proposals of a step at most")
+    parser.add_argument(
+        "--drafts", type=int, nargs="+", default=[0], help="proposals of a step at most; 0 for none"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="conversations at a time")
     parser.add_argument("--out", type=Path, help="write every answer here, as JSON lines")
     parser.add_argument("--wrong", action="store_true", help="print wrong answers")
@@ -254,8 +275,9 @@ def main() -> None:
             divisor=divisor,
             block_tokens=block,
             model=options.model,
-            n_drafts=options.drafts,
+            n_drafts=n_drafts,
         )
+        for n_drafts in options.drafts
         for policy in options.policy
         for divisor in (options.divisor if policy != "full" else options.divisor[:1])
         for block in (options.block if policy != "full" else options.block[:1])
@@ -265,16 +287,21 @@ def main() -> None:
     with ProcessPoolExecutor(options.jobs) as pool:
         found = list(pool.map(_ask_one, tasks))
     full: set[tuple[str, int]] = set()
+    outcomes: dict[Setting, Outcome] = {}
     lines = []
     print(
-        "| policy | budget | units | tokens |", " | ".join(KINDS), "| told | of full's | in sight |"
+        "| policy | budget | units | drafts | tokens |",
+        " | ".join(KINDS),
+        "| told | of full's | in sight |",
     )
     for setting in settings:
+        outcomes[setting] = Outcome()
         for size in options.tokens:
             outcome = Outcome()
             for (conversation, own), part in zip(tasks, found, strict=True):
                 if own == setting and conversation["target_tokens"] == size:
                     outcome.answers += part.answers
+            outcomes[setting].answers += outcome.answers
             right = {(a.conversation, a.number) for a in outcome.told if a.is_right}
             if setting.policy == "full":
                 full |= right
@@ -285,7 +312,8 @@ def main() -> None:
             cells = [f"{outcome.right[kind]}/{outcome.asked[kind]}" for kind in KINDS]
             budget = "all" if setting.policy == "full" else f"1/{setting.divisor}"
             print(
-                f"| {setting.policy} | {budget} | {setting.block_tokens} | {size} |",
+                f"| {setting.policy} | {budget} | {setting.block_tokens} | {setting.n_drafts} "
+                f"| {size} |",
                 " | ".join(cells),
                 f"| {outcome.recalled:.1%} | {kept} | {outcome.gold_share:.1%} |",
                 flush=True,
@@ -299,6 +327,7 @@ def main() -> None:
                     if not answer.is_right:
                         print(f"    {answer.text}\n      expected {answer.expected!r}")
                         print(f"      said     {answer.said!r}, {answer.seen}/{answer.gold} seen")
+    print_drafts(outcomes)
     if options.out is not None:
         options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
 

@@ -199,15 +199,9 @@ class MemoryConfig:
         _one_of("scorer", self.scorer, get_args(Scorer))
         _one_of("query_replay", self.query_replay, get_args(QueryReplay))
         _one_of("query_policy", self.query_policy, get_args(QueryPolicy))
-        _one_of("type_k", self.type_k, get_args(KvType))
-        _one_of("type_v", self.type_v, get_args(KvType))
+        _require_pair("type_k", self.type_k, "type_v", self.type_v)
         _one_of("flash_attn", self.flash_attn, get_args(FlashAttention))
-        is_float = self.type_k in FLOAT_KV_TYPES or self.type_v in FLOAT_KV_TYPES
-        if is_float and self.type_k != self.type_v:
-            raise ConfigError(
-                "type_v", self.type_v, f"as type_k={self.type_k}, where one of them is a float"
-            )
-        if not is_float and self.flash_attn == "off":
+        if self.type_v not in FLOAT_KV_TYPES and self.flash_attn == "off":
             raise ConfigError("flash_attn", "off", f"on or auto with type_v={self.type_v}")
         _at_least("batch_tokens", self.batch_tokens, 1)
         if self.ubatch_tokens is not None:
@@ -414,23 +408,34 @@ class DraftConfig:
     """Speculative decoding.
 
     spec_type: "draft-mtp" lets the model's own MTP block propose tokens.
-    n_max: most proposals of a step.
-    type_kv: of the block's K and V.
+    n_max: most proposals of a step. n_min: fewer than these are not tried.
+    p_min: a step's proposals end before the first that the block holds for less likely than this,
+        among the ten likeliest tokens.
+    type_k, type_v: of the block's K and V.
     state: how failed proposals leave the recurrent state: "snapshots" keeps one state for each,
         "replay" one in all and the inputs of the last tokens.
     """
 
     spec_type: SpecType = "none"
     n_max: int = 3
-    type_kv: KvType = "f16"
+    n_min: int = 0
+    p_min: float = 0.0
+    type_k: KvType = "f16"
+    type_v: KvType = "f16"
     state: DraftState = "snapshots"
 
     def __post_init__(self) -> None:
         _one_of("mtp_state", self.state, get_args(DraftState))
         _one_of("spec_type", self.spec_type, get_args(SpecType))
-        _one_of("spec_kv_dtype", self.type_kv, get_args(KvType))
+        _require_pair("spec_draft_type_k", self.type_k, "spec_draft_type_v", self.type_v)
         if not 1 <= self.n_max <= MAX_DRAFTS:
             raise ConfigError("spec_draft_n_max", self.n_max, f"from 1 to {MAX_DRAFTS}")
+        if not 0 <= self.n_min <= self.n_max:
+            raise ConfigError(
+                "spec_draft_n_min", self.n_min, f"from 0 to spec_draft_n_max={self.n_max}"
+            )
+        if not 0 <= self.p_min <= 1:
+            raise ConfigError("spec_draft_p_min", self.p_min, "from 0 to 1")
 
     @property
     def enabled(self) -> bool:
@@ -464,6 +469,9 @@ class EngineConfig:
             raise ConfigError(
                 "ubatch_tokens", self.memory.ubatch, f"above spec_draft_n_max={self.draft.n_max}"
             )
+        if self.draft.type_v not in FLOAT_KV_TYPES and self.memory.flash_attn == "off":
+            rule = f"on or auto with spec_draft_type_v={self.draft.type_v}"
+            raise ConfigError("flash_attn", "off", rule)
 
 
 def _size(n_bytes: int) -> str:
@@ -478,3 +486,11 @@ def _at_least(setting: str, value: int, least: int) -> None:
 def _one_of(setting: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(setting, value, f"one of {', '.join(allowed)}")
+
+
+def _require_pair(name_k: str, type_k: str, name_v: str, type_v: str) -> None:
+    """Types that K and V can have together."""
+    _one_of(name_k, type_k, get_args(KvType))
+    _one_of(name_v, type_v, get_args(KvType))
+    if type_k != type_v and (type_k in FLOAT_KV_TYPES or type_v in FLOAT_KV_TYPES):
+        raise ConfigError(name_v, type_v, f"as {name_k}={type_k}, where one of them is a float")

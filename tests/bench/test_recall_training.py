@@ -154,7 +154,7 @@ def test_its_drafts_are_those_of_llama_cpp(
             workspace_tokens=2048, budget_tokens=2048, reserve_tokens=128, block_tokens=32,
             host_limit_bytes=64 << 20, type_k=kv, type_v=kv,
         ),
-        draft=DraftConfig(spec_type="draft-mtp", n_max=3, type_kv=kv),
+        draft=DraftConfig(spec_type="draft-mtp", n_max=3, type_k=kv, type_v=kv),
     )  # fmt: skip
     greedy = GenerateParams(sampling=SamplingParams(temperature=0.0), max_tokens=64)
     begins = vocabulary.tokenizer()("<|im_start|>assistant\n")

@@ -9,8 +9,9 @@ import pytest
 
 from kvmem.chat.thinking import Thinking
 from kvmem.cli.app import execute
-from kvmem.cli.faults import LATER
-from kvmem.cli.options import SamplingOptions
+from kvmem.cli.faults import LATER, RENAMED
+from kvmem.cli.options import EngineOptions, SamplingOptions
+from kvmem.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +134,34 @@ def test_flags_of_later_features_are_named(stderr_of: Runner, flag: str) -> None
     code, line = stderr_of("serve", "-m", "m.gguf", flag, "1")
     assert code == 2
     assert line == f"error: {flag} is not there yet ({LATER[flag]} comes later); try without it\n"
+
+
+@pytest.mark.parametrize(("flag", "now"), sorted(RENAMED.items()))
+def test_flags_that_llama_server_has_renamed_say_so(stderr_of: Runner, flag: str, now: str) -> None:
+    line = f"error: there is no option {flag} any more; try {now}\n"
+    assert stderr_of("serve", "-m", "m.gguf", flag, "1") == (2, line)
+
+
+@pytest.mark.parametrize("kind", ["ngram-mod", "draft-simple", "draft-mtp,ngram-mod", "mtp"])
+def test_other_ways_of_drafting_are_refused_by_name(stderr_of: Runner, kind: str) -> None:
+    code, line = stderr_of("serve", "-m", "m.gguf", "--spec-type", kind)
+    assert code == 2
+    assert line.startswith("error: Invalid value for '--spec-type'")
+    assert repr(kind) in line and "'none'" in line and "'draft-mtp'" in line
+
+
+def test_draft_settings_are_those_of_llama_server() -> None:
+    """Same names, same defaults; each type alone, or both."""
+    model = Path("m.gguf")
+    plain = EngineOptions(model=model).config().draft
+    assert (plain.n_max, plain.n_min, plain.p_min) == (3, 0, 0.0)
+    assert (plain.type_k, plain.type_v) == ("f16", "f16")
+    both = EngineOptions(model=model, spec_kv_dtype="q8_0").config().draft
+    assert (both.type_k, both.type_v) == ("q8_0", "q8_0")
+    one = EngineOptions(model=model, spec_kv_dtype="q8_0", spec_type_v="q5_0").config().draft
+    assert (one.type_k, one.type_v) == ("q8_0", "q5_0")
+    with pytest.raises(ConfigError, match="spec_draft_type_v is f16"):
+        EngineOptions(model=model, spec_type_k="q8_0").config()
 
 
 def test_no_model_and_no_command(stderr_of: Runner) -> None:

@@ -35,6 +35,7 @@ QUICK = {
     "small blocks": (5,),
     "ordered": (2,),
     "replay": (3,),
+    "unsure": (3,),
 }
 POOLS: dict[str, dict[str, Any]] = {
     "all": {"budget_tokens": 4096},
@@ -43,15 +44,18 @@ POOLS: dict[str, dict[str, Any]] = {
     "small blocks": {"budget_tokens": 160, "reserve_tokens": 32, "block_tokens": 8},
     "ordered": {"budget_tokens": 128, "reserve_tokens": 64, "ordered": True},
     "replay": {"budget_tokens": 256, "reserve_tokens": 64, "mtp_state": "replay"},
+    "unsure": {"budget_tokens": 256, "reserve_tokens": 64, "p_min": 0.6, "n_min": 1},
 }
 
 
 @pytest.fixture(scope="session")
 def storyteller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Plays a long script at [go]; one draft in seven is wrong."""
+    """Plays a long script at [go]; one draft in seven is wrong, and some are a toss-up."""
     path = tmp_path_factory.mktemp("storyteller") / "storyteller.gguf"
     script = [f"word{i} " for i in range(N_SCRIPT)]
-    return write_handset(path, script=script, wrong_drafts=range(3, N_SCRIPT, 7))
+    return write_handset(
+        path, script=script, wrong_drafts=range(3, N_SCRIPT, 7), torn_drafts=range(4, N_SCRIPT, 14)
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -128,16 +128,26 @@ def talk_30_turns(
         return recorded.calls, list(history), n_accepted
 
 
-@pytest.mark.parametrize("types", KV_TYPES, ids="-".join)
+WITH_HEAD: list[tuple[str, dict[str, bool], int]] = [
+    ("qwen35_mtp", {}, len(KV_TYPES)),
+    ("qwen3next_mtp", {}, 1),
+    ("qwen35_64", {}, 0),
+    ("qwen35moe", {"mtp": True}, 0),
+]
+"""Kind, changes, and of how many KV types the quick tests try it."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "changes"),
+    ("kind", "changes", "types"),
     [
-        ("qwen35_mtp", {}),
-        pytest.param("qwen35_64", {}, marks=pytest.mark.slow),
-        pytest.param("qwen35moe", {"mtp": True}, marks=pytest.mark.slow),
+        pytest.param(
+            kind, changes, types, marks=[] if i < n_quick else pytest.mark.slow,
+            id="-".join((kind, *types)),
+        )
+        for kind, changes, n_quick in WITH_HEAD
+        for i, types in enumerate(KV_TYPES)
     ],
-    ids=["qwen35", "qwen35_64", "qwen35moe"],
-)
+)  # fmt: skip
 def test_30_turns_of_a_hybrid_are_stock_llama_with_drafts_and_without(
     kind: str, changes: dict[str, bool], types: tuple[str, str], tiny: Callable[..., Path]
 ) -> None:

@@ -4,6 +4,7 @@ Bit by bit on the CPU: the delta net runs over one token after the other, and a 
 beta = 0 leaves the state as it is.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,17 @@ class Pair:
             memory.truncate(n_tokens)
 
 
-@pytest.mark.parametrize("n_max", [3, 5])
-def test_1000_random_steps_equal_those_of_snapshots(n_max: int, tiny_qwen35_mtp: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "n_max"), [("qwen35_mtp", 3), ("qwen35_mtp", 5), ("qwen3next_mtp", 3)]
+)
+def test_1000_random_steps_equal_those_of_snapshots(
+    kind: str, n_max: int, tiny: Callable[..., Path]
+) -> None:
     rng = np.random.default_rng(n_max)
     settings = {**SIZES, "n_drafts": n_max}
     with (
-        Engine(make_config(tiny_qwen35_mtp, **settings)) as one,
-        Engine(make_config(tiny_qwen35_mtp, **settings, mtp_state="replay")) as other,
+        Engine(make_config(tiny(kind), **settings)) as one,
+        Engine(make_config(tiny(kind), **settings, mtp_state="replay")) as other,
     ):
         pair = Pair(one, other)
         for _ in range(1000):
@@ -147,5 +152,5 @@ def test_it_is_for_one_sequence_that_is_rolled_back(
 
 
 def test_other_architectures_say_so(tiny_llama: Path) -> None:
-    with Model(tiny_llama) as model, pytest.raises(ModelError, match="qwen35 models alone"):
+    with Model(tiny_llama) as model, pytest.raises(ModelError, match="qwen35 and qwen3next alone"):
         Context(model, n_ctx=64, n_cells=64, block_tokens=16, replay=True, n_rs_seq=2)

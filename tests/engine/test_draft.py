@@ -1,13 +1,15 @@
 """When drafts are made, when they rest, and what a reply that is dropped leaves behind."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from engines import ENDLESS, Recorded, Reply, ask, make_config, random_tokens, record
 from handset import SCRIPT, write_handset
 
-from kvmem.config import DraftConfig, EngineConfig, MemoryConfig, ModelConfig
+from kvmem.config import DraftConfig, EngineConfig, KvType, MemoryConfig, ModelConfig
+from kvmem.engine import decode
 from kvmem.engine.draft import PLAIN_PERIOD, REST_REQUESTS, WINDOW_REQUESTS, Worth
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Done, TokenEvent
@@ -68,10 +70,17 @@ def test_few_steps_say_nothing() -> None:
         assert worth.end_request() == ""
 
 
-def test_a_head_that_is_always_wrong_is_left_alone(tmp_path: Path) -> None:
+def test_a_head_that_is_always_wrong_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes with the rows that are decoded: what a step takes is never by chance."""
     script = [f"word{i} " for i in range(40)]
     path = write_handset(tmp_path / "wrong.gguf", script=script, wrong_drafts=range(41))
     with record(path, n_drafts=5, budget_tokens=2048) as recorded:
+        row_s = 1e-3
+        monkeypatch.setattr(
+            decode, "perf_counter", lambda: row_s * sum(len(c.tokens) for c in recorded.calls)
+        )
         prompt = tuple(recorded.engine.vocab.tokenize("hello[go]"))
         replies = [ask(recorded.session, prompt, max_tokens=39) for _ in range(WINDOW_REQUESTS + 3)]
         assert len({reply.tokens for reply in replies}) == 1
@@ -149,20 +158,62 @@ def test_a_step_has_one_to_five_drafts(n_max: int) -> None:
         DraftConfig(spec_type="draft-mtp", n_max=n_max)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"n_min": 4}, "spec_draft_n_min is 4, but must be from 0 to spec_draft_n_max=3"),
+        ({"n_min": -1}, "spec_draft_n_min is -1"),
+        ({"p_min": 1.5}, "spec_draft_p_min is 1.5, but must be from 0 to 1"),
+        ({"p_min": float("nan")}, "spec_draft_p_min is nan"),
+        ({"type_k": "q8_0"}, "spec_draft_type_v is f16, but must be as spec_draft_type_k=q8_0"),
+        ({"type_v": "q9"}, "spec_draft_type_v is q9"),
+    ],
+)
+def test_what_a_draft_may_be(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        DraftConfig(spec_type="draft-mtp", **settings)
+
+
+@pytest.mark.parametrize(("n_min", "drafted", "accepted"), [(0, 14, 14), (3, 10, 10)])
+def test_a_step_ends_its_drafts_where_the_head_is_torn(
+    n_min: int, drafted: int, accepted: int, tmp_path: Path
+) -> None:
+    """What is left out is not tried, and a step whose drafts are too few has none."""
+    script = [f"word{i} " for i in range(20)]
+    path = write_handset(tmp_path / "torn.gguf", script=script, torn_drafts=[2, 10])
+    replies = {}
+    for p_min in (0.0, 0.6):
+        with record(path, n_drafts=5, p_min=p_min, n_min=n_min) as recorded:
+            prompt = tuple(recorded.engine.vocab.tokenize("hello[go]"))
+            replies[p_min] = ask(recorded.session, prompt, max_tokens=20)
+            recorded.memory.check()
+    assert replies[0.0].tokens == replies[0.6].tokens
+    stats = replies[0.6].stats
+    assert (stats.draft_n, stats.draft_n_accepted) == (drafted, accepted)
+    assert replies[0.0].stats.draft_n_accepted < replies[0.0].stats.draft_n
+
+
 def test_settings_that_do_not_go_with_drafts(tiny_qwen35_mtp: Path) -> None:
     model = ModelConfig(path=tiny_qwen35_mtp)
     draft = DraftConfig(spec_type="draft-mtp", n_max=4)
     with pytest.raises(ConfigError, match="none with --no-kvmem"):
         EngineConfig(model=model, memory=MemoryConfig(enabled=False), draft=draft)
+    with pytest.raises(ConfigError, match="flash_attn is off, but must be on or auto with spec_d"):
+        EngineConfig(
+            model=model,
+            memory=MemoryConfig(flash_attn="off", type_k="f16", type_v="f16"),
+            draft=DraftConfig(spec_type="draft-mtp", type_k="q8_0", type_v="q8_0"),
+        )
     with pytest.raises(ConfigError, match="ubatch_tokens is 4, but must be above"):
         EngineConfig(model=model, memory=MemoryConfig(batch_tokens=4), draft=draft)
 
 
 def test_the_type_of_the_head_is_its_own(tiny_qwen35_mtp: Path) -> None:
     sizes = []
-    for kind in ("f16", "q8_0"):
+    kinds: tuple[KvType, ...] = ("f16", "q8_0")
+    for kind in kinds:
         config = make_config(tiny_qwen35_mtp, n_drafts=2)
-        draft = DraftConfig(spec_type="draft-mtp", n_max=2, type_kv=kind)
+        draft = DraftConfig(spec_type="draft-mtp", n_max=2, type_k=kind, type_v=kind)
         with Engine(EngineConfig(model=config.model, memory=config.memory, draft=draft)) as engine:
             sizes.append(engine.facts.draft_bytes_per_token)
             reply = ask(engine.session(), random_tokens(400), max_tokens=20)

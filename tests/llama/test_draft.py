@@ -1,11 +1,12 @@
 """The MTP head beside its leader: one class, its bad input, and the bytes of both caches."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from engines import random_tokens, record
+from handset import SCRIPT, write_handset
 
 from kvmem.engine.memory import TieredMemory
 from kvmem.engine.prompt import text_positions
@@ -45,11 +46,11 @@ def hidden(head: DraftContext) -> np.ndarray:
 
 def test_payloads_end_with_the_rows_of_the_head(leader: Context) -> None:
     before = LlamaPort(leader)
-    head = DraftContext(leader, type_kv="q8_0")
+    head = DraftContext(leader, type_k="q8_0", type_v="q4_0")
     after = LlamaPort(leader)
     assert after.layout.layers == before.layout.layers
-    assert after.row_bytes == (*before.row_bytes, 68, 68)  # two heads of 32 in Q8_0
-    assert after.payload_bytes == after.layout.payload_bytes == before.payload_bytes + 16 * 136
+    assert after.row_bytes == (*before.row_bytes, 68, 36)  # two heads of 32 in Q8_0 and in Q4_0
+    assert after.payload_bytes == after.layout.payload_bytes == before.payload_bytes + 16 * 104
     head.close()
 
 
@@ -68,8 +69,8 @@ def test_a_model_without_a_head(tiny_qwen35: Path) -> None:
 
 
 def test_bad_input_is_refused(head: DraftContext) -> None:
-    with pytest.raises(ConfigError, match="type_kv is q9"):
-        DraftContext(head.leader, type_kv="q9")
+    with pytest.raises(ConfigError, match="type_v is q9"):
+        DraftContext(head.leader, type_v="q9")
     with pytest.raises(StateError, match="no 4 hidden rows"):
         head.follow(CELLS[:4], TOKENS[:4], CELLS[:4], hidden(head))
     with pytest.raises(ValueError, match="outside the vocabulary"):
@@ -78,6 +79,28 @@ def test_bad_input_is_refused(head: DraftContext) -> None:
         head.draft(CELLS, TOKENS[:1], CELLS, hidden(head)[1:], np.empty(2, np.int32))
     with pytest.raises(ValueError, match="0 proposals"):
         head.draft(CELLS, TOKENS[:1], CELLS, hidden(head), np.empty(0, np.int32))
+
+
+def test_proposals_end_before_an_unlikely_one(tmp_path: Path) -> None:
+    """Of two that are equally likely each has a half, whatever else there is."""
+    path = write_handset(tmp_path / "torn.gguf", torn_drafts=[3])
+    with record(path, n_drafts=5) as recorded:
+        memory, vocab = recorded.memory, recorded.engine.vocab
+        assert memory.drafter is not None
+        memory.read(np.array(vocab.tokenize("hello"), np.int32))
+        head, hidden = memory.drafter.head, memory.drafter.hidden
+        start = memory.n_tokens
+        pos = np.arange(start, start + 6, dtype=np.int32)
+        token = np.array(vocab.tokenize("[go]"), np.int32)
+        script = [vocab.tokenize(text)[0] for text in SCRIPT]
+        for p_min, n_found in ((0.0, 5), (0.499, 5), (0.501, 3)):
+            out = np.full(5, -1, np.int32)
+            cells = memory.working_set.prepare(6, reply=True)
+            assert head.draft(cells, token, pos, hidden, out, p_min=p_min) == n_found
+            assert out[:3].tolist() == script[:3]
+            assert (out[n_found:] == -1).all()
+            memory.working_set.rollback()
+            memory.check()
 
 
 def test_either_may_be_closed_first(tiny_qwen35_mtp: Path) -> None:
@@ -147,18 +170,22 @@ def logits_after_rejecting(memory: TieredMemory, batch: list[int], n_rejected: i
     memory.read(np.array(random_tokens(40), np.int32))
     tokens = np.array(batch, np.int32)
     pos = text_positions(40, 40 + len(tokens))
-    memory.working_set.prepare(len(tokens), reply=True)
-    memory.context.decode(tokens, np.ascontiguousarray(pos[:, 0]), outputs="all")
+    cells = memory.working_set.prepare(len(tokens), reply=True)
+    first_pos = np.ascontiguousarray(pos[:, 0])
+    memory.context.decode(tokens, first_pos, outputs="all")
     roll_back_state(memory.context, n_rejected)
     n_kept = len(tokens) - n_rejected
+    assert memory.drafter is not None
+    memory.drafter.follow(cells[:n_kept], tokens[:n_kept], first_pos[:n_kept])
     memory.working_set.commit(tokens[:n_kept], pos[:n_kept])
     assert is_state_valid(memory.context)
     memory.decode(np.array([9], np.int32), reply=True)
     return memory.context.logits()
 
 
-def test_rejected_tokens_leave_the_recurrent_state(tiny_qwen35_mtp: Path) -> None:
-    with record(tiny_qwen35_mtp, n_drafts=3) as recorded:
+@pytest.mark.parametrize("kind", ["qwen35_mtp", "qwen3next_mtp"])
+def test_rejected_tokens_leave_the_recurrent_state(kind: str, tiny: Callable[..., Path]) -> None:
+    with record(tiny(kind), n_drafts=3) as recorded:
         memory = recorded.memory
         for n_rejected in (1, 2, 3):
             kept = [50, 60, 70, 80][: 4 - n_rejected]

@@ -5,7 +5,10 @@
 #include "llama-ext.h"
 
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <cstring>
+#include <functional>
 
 static int fail(int status, const char * text) {
     kvmem_set_error(text);
@@ -76,7 +79,7 @@ int kvmem_draft_decode(kvmem_memory * follower, const int32_t * cells, const int
     return KVMEM_OK;
 }
 
-int kvmem_draft_result(kvmem_memory * follower, int32_t * token, float * row) {
+int kvmem_draft_result(kvmem_memory * follower, int32_t * token, float * row, float * p) {
     const float * logits = llama_get_logits_ith(follower->ctx, -1);
     const float * hidden = llama_get_embeddings_nextn_ith(follower->ctx, -1);
     if (!logits || !hidden) {
@@ -85,6 +88,14 @@ int kvmem_draft_result(kvmem_memory * follower, int32_t * token, float * row) {
     const auto * model   = llama_get_model(follower->ctx);
     const int    n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
     *token               = (int32_t) (std::max_element(logits, logits + n_vocab) - logits);
+    // as llama.cpp's own drafts are measured: so --spec-draft-p-min means the same here
+    std::array<float, 10> best;
+    const auto end = std::partial_sort_copy(logits, logits + n_vocab, best.begin(), best.end(), std::greater<float>());
+    float      sum = 0;
+    for (auto it = best.begin(); it != end; ++it) {
+        sum += std::exp(*it - best[0]);
+    }
+    *p = 1 / sum;
     memcpy(row, hidden, llama_model_n_embd_out(model) * sizeof(float));
     return KVMEM_OK;
 }

@@ -276,10 +276,11 @@ int kvmem_context_init(llama_model * model, const llama_context_params * params,
         kvmem_set_error("replay is for one sequence, and for tokens that may be rolled back");
         return KVMEM_ERR_ARGUMENT;
     }
-    if (replay && model->arch != LLM_ARCH_QWEN35 && model->arch != LLM_ARCH_QWEN35MOE) {
+    if (replay && model->arch != LLM_ARCH_QWEN35 && model->arch != LLM_ARCH_QWEN35MOE &&
+            model->arch != LLM_ARCH_QWEN3NEXT) {
         *ctx    = nullptr;
         *memory = nullptr;
-        kvmem_set_error("tokens are replayed into the gated delta nets of qwen35 models alone (use snapshots)");
+        kvmem_set_error("tokens are replayed into the gated delta nets of qwen35 and qwen3next alone (use snapshots)");
         return KVMEM_ERR_UNSUPPORTED;
     }
     // read by the recurrent memory that is made next, on this thread

@@ -7,7 +7,15 @@ from types import MappingProxyType
 
 from kvmem.errors import CapacityError, ConfigError, DownloadError, KvmemError, ModelError
 
-__all__ = ["LATER", "describe", "flag_of", "in_flags", "unknown_flag", "unknown_variable"]
+__all__ = [
+    "LATER",
+    "RENAMED",
+    "describe",
+    "flag_of",
+    "in_flags",
+    "unknown_flag",
+    "unknown_variable",
+]
 
 FAILED = 1
 USAGE = 2
@@ -39,9 +47,9 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "flash_attn": "-fa",
         "spec_type": "--spec-type",
         "spec_draft_n_max": "--spec-draft-n-max",
-        "spec_kv_dtype": "--spec-kv-dtype",
+        "spec_draft_type_k": "-ctkd",
+        "spec_draft_type_v": "-ctvd",
         "mtp_state": "--kvmem-mtp-state",
-        "type_kv": "--spec-kv-dtype",
         "api_keys": "--api-key",
         "ssl_key_file": "--ssl-key-file",
         "ssl_cert_file": "--ssl-cert-file",
@@ -63,6 +71,8 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "type_k": "--kv-dtype f16, which sets both",
         "type_v": "--kv-dtype, which sets both",
         "spec_type": "--spec-type none",
+        "spec_draft_type_k": "--spec-kv-dtype f16, which sets both",
+        "spec_draft_type_v": "--spec-kv-dtype, which sets both",
         "ubatch_tokens": "a larger -ub, or leave it out",
         "port": "another --port, or 0 for any that is free",
     }
@@ -76,7 +86,28 @@ LATER: Mapping[str, str] = MappingProxyType(
              "--image-max-tokens", "-mmdev", "--video-fps"),
             "reading images",
         ),
-        **dict.fromkeys(("--spec-draft-p-min",), "that way of drafting tokens"),
+        **dict.fromkeys(
+            ("--spec-draft-p-split", "--draft-p-split", "--spec-draft-sampling",
+             "--spec-draft-backend-sampling", "--no-spec-draft-backend-sampling",
+             "--spec-synth-len", "--spec-synth-rates", "--spec-ngram-mod-n-min",
+             "--spec-ngram-mod-n-max", "--spec-ngram-mod-n-match", "--spec-ngram-simple-size-n",
+             "--spec-ngram-simple-size-m", "--spec-ngram-simple-min-hits",
+             "--spec-ngram-map-k-size-n", "--spec-ngram-map-k-size-m",
+             "--spec-ngram-map-k-min-hits", "--spec-ngram-map-k4v-size-n",
+             "--spec-ngram-map-k4v-size-m", "--spec-ngram-map-k4v-min-hits"),
+            "that way of drafting tokens",
+        ),
+        **dict.fromkeys(
+            ("-md", "--model-draft", "--spec-draft-model", "-hfd", "-hfrd", "--hf-repo-draft",
+             "--spec-draft-hf", "-ngld", "--gpu-layers-draft", "--n-gpu-layers-draft",
+             "--spec-draft-ngl", "-devd", "--device-draft", "--spec-draft-device", "-otd",
+             "--override-tensor-draft", "--spec-draft-override-tensor", "-cmoed",
+             "--cpu-moe-draft", "--spec-draft-cpu-moe", "-ncmoed", "--n-cpu-moe-draft",
+             "--spec-draft-ncmoe", "--spec-draft-n-cpu-moe", "-td", "--threads-draft",
+             "--spec-draft-threads", "-tbd", "--threads-batch-draft",
+             "--spec-draft-threads-batch"),
+            "a draft model of its own",
+        ),
         **dict.fromkeys(
             ("--kvmem-method", "--kvmem-query-last", "--kvmem-query-max-tokens",
              "--kvmem-gpu-ratio"),
@@ -103,6 +134,14 @@ LATER: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("--kvmem-trace", "-lv", "--log-verbosity"), "that log"),
     }
 )  # fmt: skip
+
+# what llama-server once called a flag -> what it is called now
+RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("--draft", "--draft-n", "--draft-max"), "--spec-draft-n-max"),
+        **dict.fromkeys(("--draft-min", "--draft-n-min"), "--spec-draft-n-min"),
+    }
+)
 
 HELP = ("-h", "--help")
 NEGATIVE = re.compile(r"-\d.*")
@@ -169,6 +208,8 @@ def unknown_flag(
             continue
         elif flag in LATER:
             return f"error: {flag} is not there yet ({LATER[flag]} comes later); try without it"
+        elif flag in RENAMED:
+            return f"error: there is no option {flag} any more; try {RENAMED[flag]}"
         elif flag not in HELP:
             return f"error: there is no option {flag}; try kvmem {command} --help"
     return None

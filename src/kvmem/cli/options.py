@@ -212,11 +212,34 @@ class EngineOptions:
         llama_flag("--spec-draft-n-max", env="SPEC_DRAFT_N_MAX", panel=DRAFT_PANEL,
                help="Most proposals of a step, 1 to 5."),
     ] = 3  # fmt: skip
+    spec_draft_n_min: Annotated[
+        int,
+        llama_flag("--spec-draft-n-min", env="SPEC_DRAFT_N_MIN", panel=DRAFT_PANEL,
+               help="Fewer proposals than these are not tried."),
+    ] = 0  # fmt: skip
+    spec_draft_p_min: Annotated[
+        float,
+        llama_flag("--spec-draft-p-min", "--draft-p-min", env="SPEC_DRAFT_P_MIN", panel=DRAFT_PANEL,
+               help="A step's proposals end before the first that the MTP block holds for less "
+               "likely than this, 0 to 1."),
+    ] = 0.0  # fmt: skip
     spec_kv_dtype: Annotated[
         KvType,
         flag("--spec-kv-dtype", env="KVMEM_SPEC_KV_DTYPE", panel=DRAFT_PANEL,
               help="Type of the MTP block's K and V."),
     ] = "f16"  # fmt: skip
+    spec_type_k: Annotated[
+        KvType | None,
+        llama_flag("-ctkd", "--cache-type-k-draft", "--spec-draft-type-k",
+               env="SPEC_DRAFT_CACHE_TYPE_K", panel=DRAFT_PANEL,
+               help="Type of its K alone; wins over --spec-kv-dtype."),
+    ] = None  # fmt: skip
+    spec_type_v: Annotated[
+        KvType | None,
+        llama_flag("-ctvd", "--cache-type-v-draft", "--spec-draft-type-v",
+               env="SPEC_DRAFT_CACHE_TYPE_V", panel=DRAFT_PANEL,
+               help="Type of its V alone; wins over --spec-kv-dtype."),
+    ] = None  # fmt: skip
     mtp_state: Annotated[
         DraftState,
         flag("--kvmem-mtp-state", env="KVMEM_MTP_STATE", panel=DRAFT_PANEL,
@@ -265,7 +288,10 @@ class EngineOptions:
             draft=DraftConfig(
                 spec_type=self.spec_type,
                 n_max=self.spec_draft_n_max,
-                type_kv=self.spec_kv_dtype,
+                n_min=self.spec_draft_n_min,
+                p_min=self.spec_draft_p_min,
+                type_k=self.spec_type_k or self.spec_kv_dtype,
+                type_v=self.spec_type_v or self.spec_kv_dtype,
                 state=self.mtp_state,
             ),
         )

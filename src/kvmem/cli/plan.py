@@ -92,7 +92,10 @@ class Plan:
             "host_bytes_per_token": self.facts.host_bytes_per_token,
             "spec_type": self.config.draft.spec_type,
             "spec_draft_n_max": self.config.draft.n_max,
-            "spec_kv_dtype": self.config.draft.type_kv,
+            "spec_draft_n_min": self.config.draft.n_min,
+            "spec_draft_p_min": self.config.draft.p_min,
+            "spec_type_k": self.config.draft.type_k,
+            "spec_type_v": self.config.draft.type_v,
             "draft_bytes_per_token": self.facts.draft_bytes_per_token,
             "mtp_state": self.config.draft.state,
             "draft_rollback_bytes": self.rollback_bytes,
@@ -201,7 +204,8 @@ def render_plan(made: Plan) -> str:
     draft = made.config.draft
     if draft.enabled:
         n_bytes = sizes.pool_tokens * facts.draft_bytes_per_token
-        add("  draft head in it", sizes.pool_tokens, n_bytes, f"K/V {draft.type_kv}")
+        kinds = f"K/V {draft.type_k} / {draft.type_v}"
+        add("  draft head in it", sizes.pool_tokens, n_bytes, kinds)
         add("recurrent state", None, facts.state_device_bytes, f"with {draft.state} for drafts")
     add("host store limit", None, sizes.host_limit_bytes, sources["host_limit_bytes"])
     memory = made.config.memory

@@ -103,12 +103,16 @@ class Drafter:
     The head pairs each token with the hidden row of the one before, so the row of the newest token
     is a part of what a history is: checkpoints hold it.
 
-    n_max: most proposals of a step. hidden: f32 [n_embd].
+    n_max, n_min, p_min: as DraftConfig has them. hidden: f32 [n_embd].
     """
 
-    def __init__(self, head: DraftContext, n_max: int) -> None:
+    def __init__(
+        self, head: DraftContext, n_max: int, *, n_min: int = 0, p_min: float = 0.0
+    ) -> None:
         self.head = head
         self.n_max = n_max
+        self.n_min = n_min
+        self.p_min = p_min
         self.hidden: F32 = np.zeros(head.n_embd, np.float32)
         self.worth = Worth()
         self.seconds = 0.0
@@ -130,14 +134,17 @@ class Drafter:
         self.seconds += perf_counter() - started
 
     def propose(self, cells: I32, token: I32, pos: I32, n: int) -> I32:
-        """What may follow a token that is not decoded yet: int32 [n], valid until the next call.
+        """What may follow a token that is not decoded yet: int32 of at most n, and maybe of none;
+        valid until the next call.
 
         token: int32 [1]. cells, pos: int32 [n] at least, of the token and what follows.
         """
         started = perf_counter()
-        self.head.draft(cells, token, pos, self.hidden, self._proposals[:n])
+        found = self.head.draft(
+            cells, token, pos, self.hidden, self._proposals[:n], p_min=self.p_min
+        )
         self.seconds += perf_counter() - started
-        return self._proposals[:n]
+        return self._proposals[: found if found >= self.n_min else 0]
 
     def close(self) -> None:
         self.head.close()
@@ -148,11 +155,11 @@ def make_drafter(context: Context, config: DraftConfig) -> Drafter:
 
     Raises ModelError: the model has no head, or its recurrent state cannot be rolled back.
     """
-    head = DraftContext(context, type_kv=config.type_kv)
+    head = DraftContext(context, type_k=config.type_k, type_v=config.type_v)
     if context.n_rs_seq < config.n_rollback:
         head.close()
         raise ModelError(
             f"{context.model.architecture}: no drafts: llama.cpp cannot take tokens out of its "
             "recurrent state; leave --spec-type out"
         )
-    return Drafter(head, config.n_max)
+    return Drafter(head, config.n_max, n_min=config.n_min, p_min=config.p_min)

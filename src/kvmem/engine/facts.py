@@ -60,7 +60,7 @@ def probe(model: Model, config: EngineConfig) -> Probe:
         port = LlamaPort(context)
         layout, draft_bytes = port.layout, 0
         if config.draft.enabled:
-            head = DraftContext(context, type_kv=config.draft.type_kv)
+            head = DraftContext(context, type_k=config.draft.type_k, type_v=config.draft.type_v)
             port = LlamaPort(context)
             draft_bytes = port.layout.payload_bytes - layout.payload_bytes
             layout = port.layout

@@ -18,7 +18,7 @@ from kvmem.engine.checkpoint import Checkpoints
 from kvmem.engine.conversation import Conversation
 from kvmem.engine.draft import Drafter
 from kvmem.engine.plain import Outputs, PlainMemory
-from kvmem.engine.prompt import text_positions
+from kvmem.engine.prompt import positions_behind
 from kvmem.engine.stats import PhaseTimes
 from kvmem.errors import Cancelled, CapacityError, HostCapacityError
 from kvmem.kv.budget import HostBudget
@@ -218,10 +218,9 @@ class TieredMemory:
         After an error the history is as before, or at the checkpoint before that.
         """
         ws = self.working_set
-        start = ws.n_tokens
         with self.undone_on_error():
             cells = self.with_room(lambda: ws.prepare(len(tokens), reply=reply))
-            pos = text_positions(start, start + len(tokens))
+            pos = positions_behind(ws.pos, len(tokens))
             first_pos = np.ascontiguousarray(pos[:, 0])
             self.context.decode(tokens, first_pos, outputs=outputs, cancel=cancel)
             if self.drafter is not None:

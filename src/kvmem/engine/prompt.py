@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Prompt", "RoleSpan", "Span", "text_positions"]
+__all__ = ["Prompt", "RoleSpan", "Span", "positions_behind", "text_positions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +64,13 @@ def text_positions(start: int, stop: int) -> NDArray[np.int32]:
     pos = np.zeros((stop - start, 4), np.int32)
     pos[:, :3] = np.arange(start, stop, dtype=np.int32)[:, None]
     return pos
+
+
+def positions_behind(pos: NDArray[np.int32], n: int) -> NDArray[np.int32]:
+    """Positions of n text tokens behind a history: int32 [n, 4].
+
+    pos: int32 [m, 4], those of the history. A token's position is not its index: the rows of an
+    image share one and count in the others, and text goes on behind the largest of its last row.
+    """
+    start = int(pos[-1, :3].max()) + 1 if len(pos) else 0
+    return text_positions(start, start + n)

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.engine.memory import TieredMemory
-from kvmem.engine.prompt import text_positions
+from kvmem.engine.prompt import positions_behind
 from kvmem.llama.context import CancelToken
 from kvmem.llama.state import roll_back_state
 
@@ -19,8 +19,8 @@ class Verification:
     `keep` must follow, and the memory takes nothing else before it. After an error of either the
     history is as before, or at the checkpoint before that.
 
-    n_drafts: at least 1; the batch must fit in what is free for a reply, so that no block leaves
-        for tokens that may not stay.
+    n_drafts: at least 1, the most that are proposed; a batch with all of them must fit in what is
+        free for a reply, so that no block leaves for tokens that may not stay.
     """
 
     def __init__(
@@ -28,18 +28,17 @@ class Verification:
     ) -> None:
         assert memory.drafter is not None
         working_set = memory.working_set
-        start = working_set.n_tokens
         self._memory = memory
         self._drafter = memory.drafter
-        self._tokens: I32 = np.full(1 + n_drafts, token, np.int32)
-        self._pos = text_positions(start, start + 1 + n_drafts)
+        first: I32 = np.array([token], np.int32)
+        self._pos = positions_behind(working_set.pos, 1 + n_drafts)
         self._first_pos = np.ascontiguousarray(self._pos[:, 0])
         with memory.undone_on_error():
             self._cells = memory.with_room(lambda: working_set.prepare(1 + n_drafts, reply=True))
-            self._tokens[1:] = self._drafter.propose(
-                self._cells, self._tokens[:1], self._first_pos, n_drafts
-            )
-            memory.context.decode(self._tokens, self._first_pos, outputs="all", cancel=cancel)
+            drafts = self._drafter.propose(self._cells, first, self._first_pos, n_drafts)
+            self._tokens: I32 = np.concatenate([first, drafts])
+            n = len(self._tokens)
+            memory.context.decode(self._tokens, self._first_pos[:n], outputs="all", cancel=cancel)
 
     @property
     def drafts(self) -> list[int]:

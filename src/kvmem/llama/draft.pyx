@@ -23,7 +23,7 @@ cdef class DraftContext:
     To be made before anything is decoded, and before a LlamaPort: from here on a block's payload
     ends with the head's K and V. Its cells are the leader's, token by token.
 
-    type_kv: of the head's K and V, a name in runtime.KV_TYPES.
+    type_k, type_v: of the head's K and V, names in runtime.KV_TYPES.
 
     Raises:
         ModelError: the model has no such head, or not one that can be driven.
@@ -36,16 +36,18 @@ cdef class DraftContext:
     cdef readonly int n_embd            # values of a hidden row
     cdef float[::1] _row                # of the newest proposal
 
-    def __init__(self, Context leader not None, *, str type_kv="f16"):
+    def __init__(self, Context leader not None, *, str type_k="f16", str type_v="f16"):
         cdef c.llama_context_params params = leader._params
         cdef c.llama_model *model_ptr = leader.model.get()
         cdef a.kvmem_memory *memory = leader.memory()
         cdef int status
         if self._ptr != NULL:
             raise StateError("a DraftContext is made once")
-        if type_kv not in KV_TYPES:
-            raise ConfigError("type_kv", type_kv, f"one of {', '.join(KV_TYPES)}")
-        params.type_k = params.type_v = <c.ggml_type><int>KV_TYPES[type_kv]
+        for name, value in (("type_k", type_k), ("type_v", type_v)):
+            if value not in KV_TYPES:
+                raise ConfigError(name, value, f"one of {', '.join(KV_TYPES)}")
+        params.type_k = <c.ggml_type><int>KV_TYPES[type_k]
+        params.type_v = <c.ggml_type><int>KV_TYPES[type_v]
         with nogil:
             status = a.kvmem_draft_init(memory, model_ptr, &params, &self._ptr, &self._memory)
         errors = log.drain()
@@ -124,35 +126,46 @@ cdef class DraftContext:
         self._decode(&cells[skip], &tokens[skip], &pos[skip], first, rows, n - skip, False)
 
     def draft(self, const int[::1] cells not None, const int[::1] tokens not None,
-              const int[::1] pos not None, const float[::1] hidden not None, int[::1] out not None):
+              const int[::1] pos not None, const float[::1] hidden not None, int[::1] out not None,
+              *, float p_min=0):
         """What the head proposes behind a token: as many as ``out`` holds, each the likeliest.
 
         cells, pos: int32 [n] at least, those of the token and of the proposals. tokens: int32 [1],
         the token. hidden: f32 [n_embd], the row of the token before it. The token stays in the
-        head's cache, the proposals do not.
+        head's cache, the proposals do not. p_min: the first that is less probable than this, among
+        the ten likeliest, is left out, and so is what would follow it.
 
-        Raises DecodeError; then nothing is in.
+        Returns how many there are. Raises DecodeError; then nothing is in.
         """
         cdef a.kvmem_memory *memory = self.memory()
         cdef int n = <int>out.shape[0]
-        cdef int i, token
+        cdef int n_found = 0
+        cdef int n_decoded = 1
+        cdef int token
+        cdef float p
         if n < 1 or cells.shape[0] < n or pos.shape[0] < n:
             raise ValueError(f"{n} proposals, {cells.shape[0]} cells, {pos.shape[0]} positions")
         self._require(cells[:1], tokens, pos[:1], hidden, 1)
         token = tokens[0]
         try:
             self._decode(&cells[0], &token, &pos[0], &hidden[0], NULL, 1, True)
-            for i in range(n):
-                if a.kvmem_draft_result(memory, &token, &self._row[0]) != a.KVMEM_OK:
+            while True:
+                if a.kvmem_draft_result(memory, &token, &self._row[0], &p) != a.KVMEM_OK:
                     raise DecodeError(a.kvmem_last_error().decode("utf-8", "replace"))
-                out[i] = token
-                if i + 1 < n:
-                    self._decode(&cells[i + 1], &token, &pos[i + 1], &self._row[0], NULL, 1, True)
+                if p < p_min:
+                    break
+                out[n_found] = token
+                n_found += 1
+                if n_found == n:
+                    break
+                self._decode(&cells[n_found], &token, &pos[n_found], &self._row[0], NULL, 1, True)
+                n_decoded += 1
         except BaseException:
             a.kvmem_draft_forget(memory, &cells[0], n)
             raise
-        if n > 1:
-            a.kvmem_draft_forget(memory, &cells[1], n - 1)
+        if n_decoded > 1:
+            a.kvmem_draft_forget(memory, &cells[1], n_decoded - 1)
+        return n_found
 
     cdef const float *_hidden_rows(self, int n) except NULL:
         cdef const float *rows = a.kvmem_hidden_rows(self.leader.memory())
