@@ -81,7 +81,8 @@ class Served:
 
     def tokens(self, *messages: Message, **fields: Any) -> tuple[int, ...]:
         """The prompt that these messages become."""
-        return self.backend.render(parse_chat_request(_body(messages, fields))).prompt.tokens
+        rendered = self.backend.render(parse_chat_request(_body(messages, fields)))
+        return tuple(rendered.prompt.tokens)
 
 
 def _body(messages: tuple[Message, ...], fields: dict[str, Any]) -> dict[str, Any]:

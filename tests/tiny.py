@@ -46,6 +46,8 @@ class Shape:
     attention_interval: in hybrids every n-th trunk layer has full attention, the others are
     linear; in gemma3 every n-th sees everything, the others the last SWA_TOKENS.
     mtp: append a multi-token-prediction block (hybrids only).
+    name: of the model; empty for tiny-ARCH. pre: how the tokenizer splits words; empty for the
+    architecture's. extra_tokens: user-defined ones.
     """
 
     arch: Arch = "llama"
@@ -56,6 +58,9 @@ class Shape:
     context_tokens: int = 131072
     seed: int = 0
     template: str = tiny_vocab.CHATML_TOOLS
+    name: str = ""
+    pre: str = ""
+    extra_tokens: tuple[str, ...] = ()
 
     @property
     def n_embd(self) -> int:
@@ -102,8 +107,11 @@ def write(path: Path, shape: Shape) -> Path:
     """Write a model of this shape to `path`, which is returned."""
     writer = gguf.GGUFWriter(str(path), shape.arch)
     add_metadata(writer, shape)
-    pre = "qwen35" if shape.arch in HYBRID else "qwen2"
-    n_vocab = len(tiny_vocab.add_vocabulary(writer, pre=pre, template=shape.template))
+    pre = shape.pre or ("qwen35" if shape.arch in HYBRID else "qwen2")
+    ids = tiny_vocab.add_vocabulary(
+        writer, pre=pre, template=shape.template, extra=shape.extra_tokens
+    )
+    n_vocab = len(ids)
     writer.add_vocab_size(n_vocab)
 
     tensors = Tensors(writer, shape.seed)
@@ -130,7 +138,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 def add_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     """Architecture, sizes and rotation, as llama.cpp reads them."""
-    writer.add_name(f"tiny-{shape.arch}")
+    writer.add_name(shape.name or f"tiny-{shape.arch}")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_context_length(shape.context_tokens)
     writer.add_embedding_length(shape.n_embd)

@@ -89,7 +89,7 @@ def play(path: Path, seed: int, n_turns: int, *, stops: bool, **memory: object) 
             expected = generate(other, prompt)
             if reply.tokens != expected.tokens:
                 if memory.get("n_drafts"):
-                    require_tie(path, prompt.tokens, reply.tokens, expected.tokens)
+                    require_tie(path, tuple(prompt.tokens), reply.tokens, expected.tokens)
                 else:
                     require_tie_in_sight(reply, expected)
                 n_ties += 1

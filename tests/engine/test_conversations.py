@@ -523,7 +523,7 @@ def random_trial(path: Path, n_requests: int, n_drafts: int = 0) -> None:
                 reply = twin.play(session).tokens
                 if reply != expected:
                     twin.chat.messages.pop()
-                    require_tie(path, twin.chat.prompt().tokens, reply, expected)
+                    require_tie(path, tuple(twin.chat.prompt().tokens), reply, expected)
                     twin.chat.messages.append(("assistant", expected))
                     n_ties += 1
             assert n_ties <= 1 + len(player.replies) // 20, f"player {player.number}"

@@ -136,6 +136,35 @@ def test_a_prompt_is_accepted_at_once(model: Model, context: Context) -> None:
             sampler.accept_prompt(np.array([-1], np.int32))
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"presence_penalty": 3.0},
+        {"repeat_penalty": 1.7, "frequency_penalty": 1.0, "repeat_last_n": 200},
+        {"dry_multiplier": 4.0, "dry_base": 1.5, "dry_allowed_length": 1},
+        {"dry_multiplier": 4.0, "dry_penalty_last_n": 300, "dry_sequence_breakers": ["\n"]},
+    ],
+    ids=str,
+)
+def test_the_end_of_a_prompt_is_all_that_a_sampler_remembers(
+    model: Model, context: Context, params: dict[str, Any]
+) -> None:
+    """As if each token of the prompt had been accepted by itself."""
+    prompt = np.random.default_rng(0).integers(0, 30, 1000).astype(np.int32)
+    seed = {"temperature": 1.5, "seed": 3, **params}
+    with Sampler(model, seed) as at_once, Sampler(model, seed) as one_by_one:
+        at_once.accept_prompt(prompt)
+        for token in prompt.tolist():
+            one_by_one.accept(token, is_generated=False)
+        for _ in range(20):
+            token = at_once.sample(context)
+            assert one_by_one.sample(context) == token
+            assert at_once.candidates(1000) == one_by_one.candidates(1000)
+            at_once.accept(token)
+            one_by_one.accept(token)
+
+
 def constraint_of(vocab: Vocab, text: str, trigger: str) -> dict[str, Any]:
     [token] = vocab.tokenize(trigger)
     triggers = [{"type": 0, "value": trigger, "token": token}]

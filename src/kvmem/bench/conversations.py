@@ -57,7 +57,7 @@ def _render(
     prompt = renderer.render(parse_chat_request({"messages": messages})).prompt
     if prompt.query_span is None:
         raise ValueError(f"the question cannot be found in its prompt: {prompt.query_fallback}")
-    return prompt.tokens, prompt.query_span
+    return tuple(prompt.tokens), prompt.query_span
 
 
 def _prompt(

@@ -5,6 +5,7 @@
 #include "json.h"
 #include "sampling.h"
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -15,6 +16,7 @@ struct kvmem_sampler {
     int32_t            n_vocab     = 0;
     int32_t            sampled     = LLAMA_TOKEN_NULL; // by the last sample
     bool               has_grammar = false;
+    size_t             n_memory    = 0; // tokens that it looks back on
 };
 
 using field_reader = std::function<void(common_params_sampling &, const common_json &)>;
@@ -217,6 +219,12 @@ static common_params_sampling resolve(const llama_vocab * vocab, const std::stri
     return sampling;
 }
 
+// Tokens that penalties count and DRY compares; the sampler itself remembers at least one. What a prompt has in front
+// of them leaves no trace.
+static size_t find_memory(const common_params_sampling & params) {
+    return std::max({ 1, params.n_prev, params.penalty_last_n, params.dry_penalty_last_n });
+}
+
 static common_json describe(const common_params_sampling & params) {
     common_json samplers = common_json::array();
     for (const auto type : params.samplers) {
@@ -289,6 +297,7 @@ int kvmem_sampler_init(const struct llama_model * model, const char * params, si
         }
         sampler->n_vocab     = n_vocab;
         sampler->has_grammar = !sampling.grammar.empty();
+        sampler->n_memory    = find_memory(sampling);
         *out                 = sampler.release();
     });
 }
@@ -300,6 +309,7 @@ int kvmem_sampler_clone(const kvmem_sampler * sampler, kvmem_sampler ** out) {
         copy->n_vocab     = sampler->n_vocab;
         copy->sampled     = sampler->sampled;
         copy->has_grammar = sampler->has_grammar;
+        copy->n_memory    = sampler->n_memory;
         *out              = copy.release();
     });
 }
@@ -359,6 +369,8 @@ int kvmem_sampler_accept_prompt(kvmem_sampler * sampler, const int32_t * tokens,
             if (tokens[i] < 0 || tokens[i] >= sampler->n_vocab) {
                 throw kvmem_invalid("token " + std::to_string(tokens[i]) + " is not in the vocabulary");
             }
+        }
+        for (size_t i = n_tokens - std::min(n_tokens, sampler->n_memory); i < n_tokens; i++) {
             common_sampler_accept(sampler->sampler.get(), tokens[i], false);
         }
     });

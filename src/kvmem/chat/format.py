@@ -64,6 +64,11 @@ class TemplateFormat:
         return self._template.info()
 
     @property
+    def source(self) -> str:
+        source: str = self._info["source"]
+        return source
+
+    @property
     def can_think(self) -> bool:
         thinks: bool = self._info["thinking"]
         return thinks

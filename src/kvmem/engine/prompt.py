@@ -1,11 +1,57 @@
 """What the engine reads: tokens, and which of them belong to whom."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Prompt", "RoleSpan", "Span", "positions_behind", "text_positions"]
+__all__ = ["Prompt", "RoleSpan", "Span", "Tokens", "positions_behind", "text_positions"]
+
+
+@final
+class Tokens(Sequence[int]):
+    """Token ids in an array, which nobody writes to: as a tuple of them, without its cost.
+
+    A prompt of 256K tokens is asked for its length and its beginning, and read as an array.
+    """
+
+    __slots__ = ("_array",)
+
+    def __init__(self, array: NDArray[np.int32]) -> None:
+        """array: int32 [n]; kept, and read-only from now on."""
+        array.flags.writeable = False
+        self._array = array
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Tokens": ...
+    def __getitem__(self, index: int | slice) -> "int | Tokens":
+        if isinstance(index, slice):
+            return Tokens(self._array[index])
+        return int(self._array[index])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._array.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Tokens):
+            return np.array_equal(self._array, other._array)
+        return isinstance(other, tuple) and tuple(self) == other
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"Tokens({self._array.tolist()})"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(self._array, dtype, copy=copy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +88,7 @@ class Prompt:
     is_read_anew: nothing that is known of it is used.
     """
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     spans: tuple[RoleSpan, ...] = ()
     query_span: Span | None = None
     query_fallback: str = ""

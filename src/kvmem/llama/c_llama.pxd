@@ -102,11 +102,18 @@ cdef extern from "llama.h" nogil:
 
     cdef enum:
         LLAMA_VOCAB_TYPE_NONE
+        LLAMA_TOKEN_ATTR_UNKNOWN
+        LLAMA_TOKEN_ATTR_CONTROL
+        LLAMA_TOKEN_ATTR_USER_DEFINED
+        LLAMA_TOKEN_ATTR_LSTRIP
+        LLAMA_TOKEN_ATTR_RSTRIP
     int llama_vocab_type(const llama_vocab *vocab)
+    int llama_vocab_get_attr(const llama_vocab *vocab, llama_token token)
     int32_t llama_vocab_n_tokens(const llama_vocab *vocab)
     bint llama_vocab_is_eog(const llama_vocab *vocab, llama_token token)
     bint llama_vocab_is_control(const llama_vocab *vocab, llama_token token)
     bint llama_vocab_get_add_bos(const llama_vocab *vocab)
+    bint llama_vocab_get_add_eos(const llama_vocab *vocab)
     llama_token llama_vocab_bos(const llama_vocab *vocab)
     llama_token llama_vocab_eos(const llama_vocab *vocab)
     int32_t llama_tokenize(const llama_vocab *vocab, const char *text, int32_t text_len,

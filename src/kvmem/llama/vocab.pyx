@@ -1,5 +1,8 @@
 """Text to token ids and back."""
 
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from libc.string cimport memcmp
+
 import numpy as np
 
 from kvmem.errors import ModelError, RequestError
@@ -32,6 +35,10 @@ cdef class Vocab:
         parse_special: read ``<|im_start|>`` and its kind as single tokens; pass False for
             text that a user may have written.
         """
+        return self.token_array(text, add_special=add_special, parse_special=parse_special).tolist()
+
+    def token_array(self, str text not None, *, bint add_special=False, bint parse_special=True):
+        """The same as int32 [n]."""
         cdef bytes data = text.encode("utf-8", "surrogatepass")
         cdef const char *chars = data
         cdef int n_bytes = <int>len(data)
@@ -47,7 +54,7 @@ cdef class Vocab:
                 vocab, chars, n_bytes, &tokens[0], n_bytes + 8, add_special, parse_special)
         if n < 0:
             raise RequestError(f"the text of {n_bytes} bytes could not be tokenised")
-        return buffer[:n].tolist()
+        return buffer[:n].copy()
 
     def piece(self, int token, *, bint special=True):
         """The bytes of one token; with special=False, nothing for a control token."""
@@ -63,6 +70,40 @@ cdef class Vocab:
         n = c.llama_token_to_piece(self.get(), token, <char *>longer, -n, 0, special)
         return longer[:n]
 
+    def piece_ends(self, const int[::1] tokens not None, bytes data not None):
+        """Where in ``data`` the piece of each token ends, specials included: int32 [n].
+
+        None if the pieces do not join to it. What a tokenizer puts in front (BOS, a space) ends at
+        or below 0.
+        """
+        cdef const c.llama_vocab *vocab = self.get()
+        cdef Py_ssize_t n_tokens = tokens.shape[0], i
+        cdef int n_data = <int>len(data), n_joined = 0, n
+        cdef char nothing
+        cdef char *joined
+        cdef bytes pieces
+        cdef int[::1] ends
+        found = np.empty(n_tokens, np.int32)
+        ends = found
+        for i in range(n_tokens):
+            if not 0 <= tokens[i] < self.n_tokens:
+                raise RequestError(
+                    f"token {tokens[i]} is outside the vocabulary of {self.n_tokens}")
+            n = c.llama_token_to_piece(vocab, tokens[i], &nothing, 0, 0, True)
+            n_joined += abs(n)
+            ends[i] = n_joined
+        if n_joined < n_data:
+            return None
+        pieces = PyBytes_FromStringAndSize(NULL, n_joined)
+        joined = PyBytes_AS_STRING(pieces)
+        for i in range(n_tokens):
+            n = ends[i - 1] if i else 0
+            c.llama_token_to_piece(vocab, tokens[i], joined + n, n_joined - n, 0, True)
+        if memcmp(joined + (n_joined - n_data), PyBytes_AS_STRING(data), n_data) != 0:
+            return None
+        found -= n_joined - n_data
+        return found
+
     def detokenize(self, tokens, *, bint special=True):
         """The text of ``tokens``; bytes that are no UTF-8 become the replacement character."""
         pieces = [self.piece(token, special=special) for token in tokens]
@@ -75,9 +116,35 @@ cdef class Vocab:
     def is_control(self, int token):
         return c.llama_vocab_is_control(self.get(), token)
 
+    def specials(self):
+        """What a text is searched for before anything else is done with it.
+
+        A dict of token ids to (the text in bytes, whether spaces beside it vanish).
+        """
+        cdef const c.llama_vocab *vocab = self.get()
+        cdef int kinds = (c.LLAMA_TOKEN_ATTR_CONTROL | c.LLAMA_TOKEN_ATTR_USER_DEFINED
+                          | c.LLAMA_TOKEN_ATTR_UNKNOWN)
+        cdef int attributes, token
+        cdef dict found = {}
+        for token in range(self.n_tokens):
+            attributes = c.llama_vocab_get_attr(vocab, token)
+            if attributes & kinds:
+                strips = attributes & (c.LLAMA_TOKEN_ATTR_LSTRIP | c.LLAMA_TOKEN_ATTR_RSTRIP)
+                found[token] = (self.piece(token), strips != 0)
+        return found
+
+    @property
+    def kind(self):
+        """Which tokenizer it has, by the name in its file: "gpt2" for BPE, "llama" for SPM."""
+        return self.model.metadata("tokenizer.ggml.model") or ""
+
     @property
     def adds_bos(self):
         return c.llama_vocab_get_add_bos(self.get())
+
+    @property
+    def adds_eos(self):
+        return c.llama_vocab_get_add_eos(self.get())
 
     @property
     def bos(self):
