@@ -41,7 +41,10 @@ def test_a_tool_task_only_grows(system: str, tiny_llama: Path) -> None:
 def test_a_chat_asks_anew_each_round(tiny_llama: Path) -> None:
     spec = AgentSpec(model=tiny_llama, task="chat", **SMALL)  # type: ignore[arg-type]
     records = list(run_agent(spec))
-    assert records[0].prompt_tokens == (2048 - 32) // 2
+    replies = [8, 8, 8, 32]  # the last is code
+    assert [r.reply_tokens for r in records] == replies
+    assert records[0].prompt_tokens == (2048 - sum(replies)) // 2
+    assert records[-1].prompt_tokens + 32 == pytest.approx(2048, abs=8)
     assert "cached_query" not in {r.decision for r in records}
     (summary,) = summarise_agent(records)
     assert summary.replay_share is not None

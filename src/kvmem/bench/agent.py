@@ -1,7 +1,8 @@
 """`kvmem bench agent`: what an agent does to a server, round by round.
 
     tools   one question, then rounds of tool results below it until the history is n_tokens long
-    chat    a long text with a question, then further messages, each with a question of its own
+    chat    a long text with a question, then further messages, each with a question of its own; the
+            last asks for code, and gets a longer reply
 
 The same rounds run in this process, with kvmem or with plain llama.cpp, or against a server that
 speaks OpenAI's chat completions (`kvmem.bench.client`).
@@ -25,6 +26,7 @@ from kvmem.engine.stats import RequestStats
 from kvmem.errors import ConfigError
 
 __all__ = [
+    "CODE_REQUEST",
     "TASKS",
     "AgentRecord",
     "AgentSpec",
@@ -41,6 +43,12 @@ Report = Callable[[str, int, int], None]
 
 TASKS: Final[tuple[Task, ...]] = get_args(Task)
 QUESTION_TOKENS: Final = 64
+CODE_REQUEST: Final = (
+    "\n\nWrite one page of HTML without scripts: the lighthouse on its hill as inline SVG, and "
+    "below it a table of the ships that were named, each with its day."
+)
+CODE_REPLIES: Final = 4
+"""Times as long as another reply the one with code is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +80,24 @@ class AgentSpec:
             raise ConfigError("rounds", self.rounds, "at least 2")
         if self.reply_tokens < 2:
             raise ConfigError("reply_tokens", self.reply_tokens, "at least 2")
-        least = self.rounds * (QUESTION_TOKENS + self.reply_tokens)
+        least = self.rounds * QUESTION_TOKENS + self._replies
         if self.n_tokens < 2 * least:
             raise ConfigError("n_tokens", self.n_tokens, f"at least {2 * least} for these rounds")
 
+    def asks_for_code(self, turn: int) -> bool:
+        return self.task == "chat" and turn == self.rounds - 1
+
+    def reply_of(self, turn: int) -> int:
+        """Tokens of a round's reply."""
+        return self.reply_tokens * (CODE_REPLIES if self.asks_for_code(turn) else 1)
+
+    @property
+    def _replies(self) -> int:
+        return sum(map(self.reply_of, range(self.rounds)))
+
     def new_tokens(self, turn: int) -> int:
         """Tokens that a round adds in front of its reply: in `chat` half of all in the first."""
-        given = self.n_tokens - self.rounds * self.reply_tokens
+        given = self.n_tokens - self._replies
         if self.task == "tools":
             return given // self.rounds
         return given // 2 if turn == 0 else given // 2 // (self.rounds - 1)
@@ -177,14 +196,17 @@ def run_agent(
         text = make_text(engine, spec.n_tokens).tolist()
         history: list[int] = []
         question = Span(0, 0)
-        params = GenerateParams(
-            sampling=SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=spec.reply_tokens
-        )
+        greedy = SamplingParams(temperature=0.0, ignore_eos=True)
+        request = engine.vocab.tokenize(CODE_REQUEST)
         for turn in range(spec.rounds):
-            start = len(history)
-            history += text[start : start + spec.new_tokens(turn)]
+            start, n_new = len(history), spec.new_tokens(turn)
+            asked = text[start + n_new - QUESTION_TOKENS : start + n_new]
+            if spec.asks_for_code(turn):
+                asked = request[:n_new]
+            history += text[start : start + n_new - len(asked)] + asked
             if turn == 0 or spec.task == "chat":
-                question = Span(len(history) - QUESTION_TOKENS, len(history))
+                question = Span(len(history) - len(asked), len(history))
+            params = GenerateParams(sampling=greedy, max_tokens=spec.reply_of(turn))
             stats = None
             for event in session.generate(
                 Prompt(tokens=tuple(history), query_span=question), params

@@ -8,6 +8,7 @@ from rich.table import Table
 from kvmem.bench.agent import AgentSummary
 from kvmem.bench.details import Difference, Part
 from kvmem.bench.metrics import Interval
+from kvmem.bench.remote_speed import RemoteRow
 from kvmem.bench.speed_summary import Ratio, RequestRow, SpeedRow
 from kvmem.bench.summary import Gate, Row
 
@@ -17,6 +18,7 @@ __all__ = [
     "gate_table",
     "part_table",
     "recall_table",
+    "remote_table",
     "request_table",
     "speed_table",
 ]
@@ -142,6 +144,26 @@ def request_table(rows: Sequence[RequestRow]) -> Table:
             number(row.bytes_in / 1e6, 1),
             "-" if row.to_device_per_s is None else number(row.to_device_per_s / 1e9, 2),
             "-" if row.of_ceiling is None else number(row.of_ceiling),
+        )
+    return table
+
+
+def remote_table(rows: Sequence[RemoteRow], title: str) -> Table:
+    """One line for each depth, cold and warm; beside it what the server says of itself."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("request")
+    headings = ("history", "n", "prompt", "new", "first token, ms", "prefill", "decode")
+    for heading in (*headings, "its own prefill", "its own decode"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        own = (row.own_prefill_per_s, row.own_decode_per_s)
+        table.add_row(
+            row.kind,
+            *map(str, (row.depth_tokens, row.n, row.prompt_tokens, row.new_tokens)),
+            number(1e3 * row.first_token_s, 1),
+            number(row.prefill_per_s, 1),
+            number(row.decode_per_s, 1),
+            *("-" if rate is None else number(rate, 1) for rate in own),
         )
     return table
 

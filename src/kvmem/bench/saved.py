@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 
 from kvmem.bench.agent import AgentRecord
 from kvmem.bench.record import read_jsonl
+from kvmem.bench.remote_speed import RemoteRecord
 from kvmem.bench.speed import RequestRecord, SpeedRecord
 from kvmem.errors import ConfigError
 
 __all__ = ["SavedRun", "load_runs"]
 
-R = TypeVar("R", SpeedRecord, RequestRecord, AgentRecord)
+R = TypeVar("R", SpeedRecord, RequestRecord, RemoteRecord, AgentRecord)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class SavedRun:
     environment: dict[str, Any]
     speeds: tuple[SpeedRecord, ...]
     requests: tuple[RequestRecord, ...]
+    remotes: tuple[RemoteRecord, ...]
     agents: tuple[AgentRecord, ...]
     n_others: int
 
@@ -43,13 +45,14 @@ def _load(path: Path) -> SavedRun:
         first, *lines = read_jsonl(path)
         if not isinstance(first, dict) or not all(isinstance(line, dict) for line in lines):
             raise ValueError("a line is no object")
-        known = (SpeedRecord, RequestRecord, AgentRecord)
+        known = (SpeedRecord, RequestRecord, RemoteRecord, AgentRecord)
         names = [kind.__name__ for kind in known]
         return SavedRun(
             path=path,
             environment=first if first.get("record") == "environment" else {},
             speeds=_of(SpeedRecord, lines),
             requests=_of(RequestRecord, lines),
+            remotes=_of(RemoteRecord, lines),
             agents=_of(AgentRecord, lines),
             n_others=sum(line.get("record") not in names for line in lines),
         )

@@ -22,7 +22,15 @@ from kvmem.bench.plots import plot_agent, plot_speed
 from kvmem.bench.quality import POLICIES
 from kvmem.bench.recall import RecallSpec, run_recall
 from kvmem.bench.record import environment, json_line, write_jsonl
-from kvmem.bench.report import agent_table, gate_table, recall_table, request_table, speed_table
+from kvmem.bench.remote_speed import RemoteSpec, remote_rows, run_remote_speed
+from kvmem.bench.report import (
+    agent_table,
+    gate_table,
+    recall_table,
+    remote_table,
+    request_table,
+    speed_table,
+)
 from kvmem.bench.saved import load_runs
 from kvmem.bench.speed import RequestRecord, SpeedRecord, SpeedSpec, run_speed
 from kvmem.bench.speed_summary import ratios, request_rows, speed_rows
@@ -49,6 +57,8 @@ KvDtype = Annotated[KvType, Option("--kv-dtype", help="Type of K and V.")]
 Plots = Annotated[
     Path | None, Option(help="Draw the run to this file, as .png and as .svg (needs matplotlib).")
 ]
+Url = Annotated[str | None, Option(help="Measure the server at this address instead of a model.")]
+ApiKey = Annotated[str | None, Option(help="The server's key.")]
 Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -133,6 +143,8 @@ def recall(
 @bench.command()
 def speed(
     model: Model = None,
+    url: Url = None,
+    api_key: ApiKey = None,
     depth: Annotated[
         list[int] | None, Option(help="Tokens in the history; may be given several times.")
     ] = None,
@@ -158,10 +170,22 @@ def speed(
     plots: Plots = None,
     as_json: Json = False,
 ) -> None:
-    """Measure prefill, decode and first tokens behind a long history: kvmem, stock, a window."""
+    """Measure prefill, decode and first tokens behind a long history: kvmem, stock, a window.
+
+    With --url a server's: one cold request for each depth, then questions behind it.
+    """
+    depths = tuple(depth or (7168,))
+    if url is not None:
+        if model is not None or plots is not None:
+            raise ConfigError("url", url, "given without --model and --plots")
+        remote = RemoteSpec(
+            depths=depths, question_tokens=prefill, reply_tokens=decode, repeats=repeats
+        )
+        _speed_of_server(remote, url, api_key, out, as_json=as_json)
+        return
     spec = SpeedSpec(
         model=_model(model),
-        depths=tuple(depth or (7168,)),
+        depths=depths,
         pool_tokens=pool,
         reserve_tokens=reserve or None,
         window_tokens=window or None,
@@ -194,13 +218,27 @@ def speed(
         )
 
 
+def _speed_of_server(
+    spec: RemoteSpec, url: str, api_key: str | None, out: Path | None, *, as_json: bool
+) -> None:
+    where = environment(None, {**asdict(spec), "url": url}, "speed")
+    with progress() as report:
+        records = list(run_remote_speed(spec, url, api_key=api_key, report=report))
+    if out is not None:
+        write_jsonl(out, [where, *records])
+    rows = remote_rows(records)
+    if as_json:
+        print(json_line({**where, "rows": [asdict(row) for row in rows]}))
+    else:
+        title = f"{url}; rates in tokens/s, as the client sees them and as the server tells them"
+        table_console().print(remote_table(rows, title))
+
+
 @bench.command()
 def agent(
     model: Model = None,
-    url: Annotated[
-        str | None, Option(help="Measure the server at this address instead of a model.")
-    ] = None,
-    api_key: Annotated[str | None, Option(help="The server's key.")] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
     task: Annotated[
         list[str] | None, Option(metavar="NAME", help="tools or chat; left out: both.")
     ] = None,
@@ -286,6 +324,7 @@ def report(
             if item
         )
         speeds, requests, agents = list(run.speeds), list(run.requests), list(run.agents)
+        remotes = remote_rows(run.remotes)
         if plots and speeds:
             plot_speed(speeds, requests, run.path.with_suffix(""))
         if plots and agents:
@@ -293,6 +332,7 @@ def report(
         if as_json:
             fields = {"file": run.path.name, **where, **_speed_fields(speeds, requests)}
             rows = [_agent_fields(r) for r in summarise_agent(agents)]
+            fields["server"] = [asdict(row) for row in remotes]
             print(json_line({**fields, "agent": rows, "other_records": run.n_others}))
             continue
         title = f"{run.path.name}: {machine}, commit {where.get('commit')}"
@@ -300,7 +340,9 @@ def report(
             _print_speed(speeds, requests, title)
         if agents:
             console.print(agent_table(summarise_agent(agents), title))
-        if not speeds and not agents:
+        if remotes:
+            console.print(remote_table(remotes, title))
+        if not speeds and not agents and not remotes:
             console.print(f"{title}: {run.n_others} records of another kind")
 
 
