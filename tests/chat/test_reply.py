@@ -32,6 +32,7 @@ LOOK = {
         "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
     },
 }
+ASKED = {"messages": [{"role": "user", "content": "hi"}], "tools": [LOOK]}
 EMOJI = "🙂🚀😀🌍"
 TAGS = ThinkingTags(start="<think>", ends=("</think>",))
 OPEN = ThinkingTags(start="<think>", ends=("</think>",), is_open=True)
@@ -157,13 +158,23 @@ class TimedParser:
         return self._parser.finish(is_cut=is_cut)
 
 
+def test_what_nobody_looks_at_is_read_once(renderer: ChatRenderer) -> None:
+    parser = TimedParser(renderer.render(parse_chat_request(ASKED)).parser, Clock())
+    reader = ReplyReader(parser)
+    for piece in SCRIPT[1:]:
+        assert not reader.feed(events_of([piece.encode()]), shows=False)
+    message = ReplyMessage()
+    message.add(reader.finish("stop"))
+    assert message.reasoning == "I should look it up." and len(message.calls) == 1
+    assert parser.n_readings == 1
+
+
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(pauses=st.lists(st.sampled_from([0, 7, 100]), min_size=1))
 def test_rests_change_nothing(renderer: ChatRenderer, pauses: list[int]) -> None:
     """What waits while the parser rests comes with what follows, or at the end."""
     clock = Clock()
-    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [LOOK]}
-    parser = TimedParser(renderer.render(parse_chat_request(body)).parser, clock)
+    parser = TimedParser(renderer.render(parse_chat_request(ASKED)).parser, clock)
     reader = ReplyReader(parser, clock=clock)
     message = ReplyMessage()
     for n, piece in enumerate(SCRIPT[1:]):

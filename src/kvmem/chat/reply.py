@@ -154,9 +154,11 @@ class ReplyReader:
         """Seconds until `feed` without tokens adds something; None where all is read."""
         return max(0.0, self._rests_until - self._clock()) if self._unread else None
 
-    def feed(self, events: Sequence[TokenEvent]) -> Delta:
+    def feed(self, events: Sequence[TokenEvent], *, shows: bool = True) -> Delta:
         """What these tokens, and those before that were not read yet, add; nothing after a stop
         text.
+
+        shows: someone looks on; if not, all is read at the end.
         """
         for event in events:
             if self.is_stopped:
@@ -165,7 +167,7 @@ class ReplyReader:
             piece = self._text.feed(self._preserved.get(event.token, event.piece))
             self._thinking.feed(piece)
             self._unread += piece
-        is_due = self._unread and self._clock() >= self._rests_until
+        is_due = shows and self._unread and self._clock() >= self._rests_until
         return self._read() if is_due else Delta()
 
     def _read(self) -> Delta:

@@ -77,7 +77,7 @@ async def read_whole(generation: Generation, reader: ReplyReader) -> Reply:
     """A whole reply. Raises Cancelled where it was cut short by someone else."""
     message = ReplyMessage()
     logprobs: list[TokenLogprobs] = []
-    async for item in _read(generation, reader, None):
+    async for item in _read(generation, reader, None, is_shown=False):
         if isinstance(item, Done):
             return Reply(message, logprobs, item, reader)
         if isinstance(item, _Piece):
@@ -176,7 +176,7 @@ async def _chunks(
 ) -> AsyncIterator[dict[str, Any] | None]:
     """The chunks of one choice, None for a sign of life; its end is added to `ends`."""
     began = False
-    async for item in _read(choice.generation, choice.reader, first, ticks=True):
+    async for item in _read(choice.generation, choice.reader, first, is_shown=True):
         told: dict[str, Any] = {}
         if isinstance(item, PromptProgress):
             told = choice.pace.read(item)
@@ -200,9 +200,11 @@ async def _chunks(
 
 
 async def _read(
-    generation: Generation, reader: ReplyReader, first: Event | None, *, ticks: bool = False
+    generation: Generation, reader: ReplyReader, first: Event | None, *, is_shown: bool
 ) -> AsyncIterator[PromptProgress | _Piece | Done]:
-    """Progress, pieces, and last the Done; with `ticks` an empty piece for a second of silence."""
+    """Progress, pieces, and last the Done. is_shown: as they come, and with an empty piece for a
+    second of silence; if not, all is one piece at the end.
+    """
     events = [] if first is None else [first]
     told = monotonic()
     waiting: list[TokenLogprobs] = []  # of tokens that have added nothing yet
@@ -210,7 +212,7 @@ async def _read(
     while True:
         if not events:
             silence_s = max(0.0, told + SILENCE_S - monotonic())
-            waits_s = reader.waits_s
+            waits_s = reader.waits_s if is_shown else None
             events = await generation.drain(silence_s if waits_s is None else waits_s)
         for event in events:
             if isinstance(event, PromptProgress):
@@ -221,9 +223,9 @@ async def _read(
         delta = Delta()
         if reader.is_stopped:
             tokens = []
-        if tokens or reader.waits_s == 0:
+        if tokens or (is_shown and reader.waits_s == 0):
             before = reader.n_tokens
-            delta = reader.feed(tokens)
+            delta = reader.feed(tokens, shows=is_shown)
             read = tokens[: reader.n_tokens - before]  # without those behind a stop text
             waiting += [token.logprobs for token in read if token.logprobs is not None]
             n_waiting += len(read)
@@ -241,7 +243,7 @@ async def _read(
             yield _end(done, reader)
             return
         if not delta and monotonic() - told >= SILENCE_S:
-            if ticks:
+            if is_shown:
                 yield _Piece(Delta())
             told = monotonic()
 
