@@ -183,6 +183,8 @@ def test_what_is_too_large_for_llamacpp(schema: Json, reason: str) -> None:
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum 5 at # contradicts maximum 3"),
         ({"type": "integer", "exclusiveMinimum": 5, "exclusiveMaximum": 6},
          "exclusiveMinimum and exclusiveMaximum at # leave no integer"),
+        ({"type": "integer", "minimum": 1.2, "maximum": 1.8},
+         "minimum and maximum at # leave no integer"),
     ],
 )  # fmt: skip
 def test_ranges_without_a_value(schema: Json, fault: str) -> None:
@@ -219,6 +221,9 @@ def test_parts_become_one_schema(schema: Json, merged: Json) -> None:
     [
         {"allOf": [{"type": "integer"}, {"type": "string"}]},
         {"allOf": [obj(a={}), obj(b={})]},
+        {"allOf": [{"patternProperties": {"^.*$": {}}}, {"additionalProperties": False}]},
+        {"allOf": [{"prefixItems": [{}]}, {"items": {"type": "null"}}]},
+        {"allOf": [{"properties": {"a": {}}}, {"unevaluatedProperties": {"type": "null"}}]},
         {
             "allOf": [
                 {"properties": {"a": {"type": "string"}}},

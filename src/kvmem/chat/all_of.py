@@ -15,6 +15,11 @@ LEAST = frozenset(
 MOST = frozenset(
     {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties", "maxContains"}
 )
+ITEMS = frozenset({"items", "additionalItems"})
+UNEVALUATED = frozenset({"unevaluatedProperties", "unevaluatedItems"})
+EVALUATED = frozenset(
+    {"properties", "patternProperties", "additionalProperties", "prefixItems", "items", "contains"}
+)
 
 
 class Conflict(Exception):
@@ -72,10 +77,14 @@ def _resolved(part: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, 
 def join(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Two schemas as one that demands what both do. Raises Conflict: there is none such."""
     for closed, open_ in ((one, other), (other, one)):
-        if closed.get("additionalProperties", True) is not True and (
-            _names(open_) - _names(closed)
-        ):
-            raise Conflict  # it speaks of the properties of its own part
+        # some keywords speak of the properties and items of their own part
+        others = _names(open_) - _names(closed) or "patternProperties" in open_
+        if closed.get("additionalProperties", True) is not True and others:
+            raise Conflict
+        if "prefixItems" in open_ and closed.keys() & ITEMS and "prefixItems" not in closed:
+            raise Conflict
+    if other.keys() & UNEVALUATED and one.keys() & EVALUATED:
+        raise Conflict
     joined = dict(one)
     for keyword, value in other.items():
         if keyword not in joined or keyword not in ASSERTIONS:

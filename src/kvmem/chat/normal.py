@@ -362,6 +362,8 @@ def _plain_arrays(node: Json) -> Json:
         node["prefixItems"] = node.pop("items")
         if "additionalItems" in node:
             node["items"] = node.pop("additionalItems")
+    elif not isinstance(node.get("items"), list):
+        node.pop("additionalItems", None)  # it says nothing then
     first = node.get("prefixItems")
     for keyword in ("items", "unevaluatedItems"):
         if node.get(keyword) is True or (

@@ -6,6 +6,7 @@ written the schema in the words that have one, as far as there are any.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -158,20 +159,22 @@ def find_contradictions(schema: Mapping[str, Any]) -> Iterator[Unenforced]:
             lows, highs = numbers_of(node, low), numbers_of(node, high)
             if lows and highs and lows[0] > highs[0]:
                 yield Unenforced(path, f"{low} {lows[0]}", f"contradicts {high} {highs[0]}")
-        least, most = _integer_range(node)
-        if node.get("type") == "integer" and least is not None and most is not None:
-            given = [keyword for keyword in BOUNDS if keyword in node]
-            if least > most and given != ["minimum", "maximum"]:
+                break
+        else:
+            least, most = _integer_range(node)
+            is_empty = least is not None and most is not None and least > most
+            if node.get("type") == "integer" and is_empty:
+                given = [keyword for keyword in BOUNDS if keyword in node]
                 yield Unenforced(path, " and ".join(given), "leave no integer")
         left += [(item, f"{path}/{name}") for name, item in node.items() if name not in VALUES]
 
 
-def _integer_range(schema: Mapping[str, Any]) -> tuple[float | None, float | None]:
+def _integer_range(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """The least and the largest integer that its bounds allow; None where there is no bound."""
-    lows = numbers_of(schema, "minimum")
-    highs = numbers_of(schema, "maximum")
-    lows += [bound + 1 for bound in numbers_of(schema, "exclusiveMinimum")]
-    highs += [bound - 1 for bound in numbers_of(schema, "exclusiveMaximum")]
+    lows = [math.ceil(bound) for bound in numbers_of(schema, "minimum")]
+    highs = [math.floor(bound) for bound in numbers_of(schema, "maximum")]
+    lows += [math.floor(bound) + 1 for bound in numbers_of(schema, "exclusiveMinimum")]
+    highs += [math.ceil(bound) - 1 for bound in numbers_of(schema, "exclusiveMaximum")]
     return max(lows, default=None), min(highs, default=None)
 
 
