@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 import jsonschema
 import pytest
-from gbnf import read_grammar
+from gbnf import FAR, read_grammar
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from kvmem.chat.normal import normal_schema
-from kvmem.chat.schema import find_oversized, find_unenforced
+from kvmem.chat.schema import find_contradictions, find_oversized, find_unenforced
 from kvmem.llama.grammar import check_grammar, schema_grammar
 from kvmem.llama.model import Model
 
@@ -206,3 +208,76 @@ def test_alternatives_within_alternatives_come_to_an_end(model: Model) -> None:
     circle = {"$defs": {"x": {"type": "object", "anyOf": [{"$ref": "#/$defs/x"}]}},
               "$ref": "#/$defs/x"}  # fmt: skip
     normal_schema(circle)
+
+
+NAMES = st.sampled_from(["a", "b", "kind"])
+SCALARS = st.sampled_from([None, True, False, 0, 1, 1.0, 2.5, "", "a", "b", "12"])
+SMALL = st.integers(0, 3)
+LEAVES: st.SearchStrategy[Any] = st.one_of(
+    st.booleans(),
+    st.just({}),
+    st.builds(lambda kind: {"type": kind}, st.sampled_from(
+        ["null", "boolean", "integer", "number", "string", "array", "object",
+         ["string", "null"], ["integer", "string"]])),
+    st.builds(lambda value: {"const": value}, SCALARS),
+    st.builds(lambda values: {"enum": values}, st.lists(SCALARS, min_size=1, max_size=3)),
+    st.builds(lambda a, b: {"type": "integer", "minimum": a, "maximum": a + b}, SMALL, SMALL),
+    st.builds(lambda a, b: {"type": "integer", "exclusiveMinimum": a, "multipleOf": 2,
+                            "maximum": a + 5 + b}, SMALL, SMALL),
+    st.builds(lambda a, b: {"type": "string", "minLength": a, "maxLength": a + b}, SMALL, SMALL),
+    st.builds(lambda p: {"type": "string", "pattern": p},
+              st.sampled_from(["a", "^b", r"^\d$", "^[ab]+$", r"\s"])),
+    st.sampled_from([{"$ref": "#"}, {"$ref": "#/$defs/d"}, {"not": {}}]),
+)  # fmt: skip
+
+
+def larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Schemas of schemas, with keywords beside each other that speak of the same."""
+    optional = {
+        "type": st.sampled_from(["object", "array", "string", ["object", "null"]]),
+        "properties": st.dictionaries(NAMES, inner, max_size=3),
+        "required": st.lists(NAMES, max_size=2, unique=True),
+        "additionalProperties": inner,
+        "propertyNames": st.sampled_from([{"type": "string"}, {"enum": ["a", "b"]}]),
+        "patternProperties": st.builds(lambda s: {"^.*$": s}, inner),
+        "minProperties": st.integers(0, 2),
+        "maxProperties": st.integers(1, 3),
+        "items": inner,
+        "prefixItems": st.lists(inner, min_size=1, max_size=2),
+        "minItems": st.integers(0, 2),
+        "maxItems": st.integers(1, 3),
+        "uniqueItems": st.booleans(),
+        "unevaluatedProperties": st.just(False),
+        "anyOf": st.lists(inner, min_size=1, max_size=3),
+        "oneOf": st.lists(inner, min_size=1, max_size=3),
+        "allOf": st.lists(inner, min_size=1, max_size=2),
+        "$ref": st.just("#/$defs/d"),
+    }
+    return st.integers(1, 4).flatmap(
+        lambda n: st.lists(st.sampled_from(sorted(optional)), min_size=n, max_size=n, unique=True)
+        .flatmap(lambda names: st.fixed_dictionaries({k: optional[k] for k in names}))
+    )  # fmt: skip
+
+
+SCHEMAS = st.recursive(LEAVES, larger, max_leaves=8)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(SCHEMAS, SCHEMAS)
+def test_any_schema_is_enforced_or_named(schema: Any, target: Any) -> None:
+    """Whatever is not named holds for every value of the grammar."""
+    if not isinstance(schema, dict):
+        return
+    schema = {**schema, "$defs": {"d": target}}
+    if list(find_oversized(schema)) or list(find_contradictions(schema)):
+        return
+    normal = normal_schema(schema)
+    if list(find_unenforced(normal)):
+        return
+    grammar = read_grammar(schema_grammar(normal.schema or {"title": "any"}))
+    if grammar.depths["root"] >= FAR:
+        return  # it has no value that ends
+    validator = jsonschema.Draft202012Validator(schema)
+    for seed in range(8):
+        text = grammar.text(seed, most=2)
+        validator.validate(json.loads(text))

@@ -136,6 +136,7 @@ def test_the_prompt_shows_the_tools_as_they_came(vocab: Vocab) -> None:
         ({"type": "string", "pattern": "b"}, "pattern"),
         ({"type": "string", "pattern": "^a$", "minLength": 1}, "minLength"),
         ({"type": ["string", "integer"]}, "type"),
+        ({"anyOf": [TEXT, {"const": 5}]}, "const"),
         ({"anyOf": [TEXT, {"type": "object", "required": ["a"]}]}, "required"),
         ({"anyOf": [{"enum": ["a"]}, {"type": "number"}]}, "enum"),
         ({"anyOf": [{"type": "string", "pattern": "^[a-z]+$"}, {"enum": [True]}]}, "pattern"),

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from kvmem.chat.constraint import require_grammar, require_schema
 from kvmem.chat.fields import FieldError
 from kvmem.chat.messages import Message
-from kvmem.chat.normal import NormalSchema, normal_schema
+from kvmem.chat.normal import normal_schema
 from kvmem.chat.request import ChatRequest
 from kvmem.chat.schema import find_contradictions, find_oversized, find_unenforced
 from kvmem.chat.text_arguments import (
@@ -19,6 +19,7 @@ from kvmem.chat.text_arguments import (
     has_loose_texts,
     hold_texts,
     only_properties,
+    text_rules,
 )
 from kvmem.chat.tools import Tool
 from kvmem.errors import RequestError, UnsupportedContentError
@@ -26,10 +27,25 @@ from kvmem.llama.grammar import check_grammar, schema_grammar
 from kvmem.llama.model import Model
 from kvmem.llama.template import ChatTemplate
 
-__all__ = ["Demands", "TemplateFormat"]
+__all__ = ["Demands", "Parameters", "TemplateFormat"]
 
 PROBE = "kvmem probe"
 MAX_KEPT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The arguments of a function.
+
+    schema: as llama.cpp is to get it. fault: why it cannot get it, if so.
+    rules: what each argument that is written as plain text is held to.
+    lost: what calls are not held to.
+    """
+
+    schema: Mapping[str, Any]
+    fault: str = ""
+    rules: tuple[str | None, ...] = ()
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +55,9 @@ class Demands:
     parameters: of each tool. schema: of the reply. notes: what is demanded and does not hold.
     """
 
-    parameters: tuple[NormalSchema, ...] = ()
+    parameters: tuple[Parameters, ...] = ()
     schema: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameters:
-    """The schema of a function's arguments, and what calls are not held to."""
-
-    normal: NormalSchema
-    lost: tuple[str, ...]
 
 
 class TemplateFormat:
@@ -57,7 +65,7 @@ class TemplateFormat:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
-        self._known: dict[str, _Parameters] = {}
+        self._known: dict[str, Parameters] = {}
 
     @cached_property
     def _info(self) -> dict[str, Any]:
@@ -115,26 +123,24 @@ class TemplateFormat:
                 )
             told = "the chat template has no place for tools: the model is not told of them"
             notes = [told, *notes]
-        return Demands(
-            parameters=tuple(parameters.normal for parameters in found), notes=tuple(notes)
-        )
+        return Demands(parameters=tuple(found), notes=tuple(notes))
 
-    def _check_tool(self, tool: Tool, model: Model) -> _Parameters:
+    def _check_tool(self, tool: Tool, model: Model) -> Parameters:
         where = f"{tool.path}.function.parameters"
         for fault in find_oversized(tool.parameters):
             raise FieldError(where, f"of {tool.name} cannot be used: {fault}")
         for fault in find_contradictions(tool.parameters):
             raise FieldError(where, f"of {tool.name} have no value: {fault}")
         parameters = self._parameters(tool.parameters, model)
-        for fault in find_oversized(parameters.normal.schema):
-            raise FieldError(where, f"of {tool.name} cannot be used, written out: {fault}")
+        if parameters.fault:
+            raise FieldError(where, f"of {tool.name} cannot be used: {parameters.fault}")
         if parameters.lost and tool.is_strict:
             hint = "leave it out, or strict"
             raise FieldError(where, f"of the strict function {tool.name}: {parameters.lost[0]}; "
                              f"{hint}")  # fmt: skip
         return parameters
 
-    def _parameters(self, schema: Mapping[str, Any], model: Model) -> _Parameters:
+    def _parameters(self, schema: Mapping[str, Any], model: Model) -> Parameters:
         """Agents send the same tools each time: it is kept."""
         key = json.dumps(schema, sort_keys=True)
         known = self._known.get(key)
@@ -144,9 +150,9 @@ class TemplateFormat:
             known = self._known[key] = self._find_parameters(schema, model)
         return known
 
-    def _find_parameters(self, schema: Mapping[str, Any], model: Model) -> _Parameters:
+    def _find_parameters(self, schema: Mapping[str, Any], model: Model) -> Parameters:
         if not schema:
-            return _Parameters(NormalSchema({}), ())
+            return Parameters({})
         normal = normal_schema(schema)
         faults = find_unenforced(normal, lambda text: check_grammar(model, text))
         lost = [str(fault) for fault in faults]
@@ -161,16 +167,17 @@ class TemplateFormat:
                 f"{keyword} at #/properties/{name} {loose}"
                 for name, keyword in find_loose_texts(normal, can_hold=self._texts == "can be held")
             ]
-        return _Parameters(normal, tuple(lost))
+        fault = next((f"written out, {fault}" for fault in find_oversized(normal.schema)), "")
+        return Parameters(normal.schema, fault, text_rules(normal), tuple(lost))
 
-    def hold(self, grammar: str, parameters: Sequence[NormalSchema], model: Model) -> str:
+    def hold(self, grammar: str, parameters: Sequence[Parameters], model: Model) -> str:
         """The grammar of calls, with what the parameters demand beyond what llama.cpp enforces.
 
         Raises FieldError: it is more than can be taken.
         """
         if self._texts != "can be held":
             return grammar
-        held = hold_texts(grammar, parameters)
+        held = hold_texts(grammar, [one.rules for one in parameters])
         if held != grammar:
             try:
                 check_grammar(model, held)
@@ -266,7 +273,7 @@ class TemplateFormat:
             return FieldError("response_format", f"cannot be enforced: {reason}")
         for tool in request.tools:
             try:
-                parameters = self._parameters(tool.parameters, model).normal.schema
+                parameters = self._parameters(tool.parameters, model).schema
                 check_grammar(model, schema_grammar(parameters or {"type": "object"}))
             except RequestError as fault:
                 where = f"{tool.path}.function.parameters"

@@ -8,8 +8,7 @@ import numpy as np
 
 from kvmem.chat.binding import bind, find_thinking
 from kvmem.chat.contents import ContentFinder
-from kvmem.chat.format import Demands, TemplateFormat
-from kvmem.chat.normal import NormalSchema
+from kvmem.chat.format import Demands, Parameters, TemplateFormat
 from kvmem.chat.reply import Parser, PlainParser, ReplyReader, ThinkingTags
 from kvmem.chat.request import ChatRequest
 from kvmem.chat.segments import SegmentTokenizer, TokenizedText
@@ -180,7 +179,7 @@ def _template_fields(request: ChatRequest, parallel: bool) -> dict[str, Any]:
 
 def _held_fields(
     request: ChatRequest, fields: dict[str, Any], demands: Demands
-) -> tuple[dict[str, Any], list[NormalSchema]]:
+) -> tuple[dict[str, Any], list[Parameters]]:
     """What the grammar is made of, and the parameters of its tools: the one that must be called,
     or all, with schemas as llama.cpp is to get them.
     """

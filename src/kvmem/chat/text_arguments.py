@@ -18,7 +18,14 @@ from kvmem.chat.normal import NormalSchema
 from kvmem.chat.pattern import PatternError, write_pattern
 from kvmem.errors import UnsupportedContentError
 
-__all__ = ["ANY_TEXT", "find_loose_texts", "has_loose_texts", "hold_texts", "only_properties"]
+__all__ = [
+    "ANY_TEXT",
+    "find_loose_texts",
+    "has_loose_texts",
+    "hold_texts",
+    "only_properties",
+    "text_rules",
+]
 
 ANY_TEXT: Final = "xml-arg-string"
 """The rule for any text in llama.cpp's grammar for templates of Qwen's kind.
@@ -60,18 +67,23 @@ def find_loose_texts(normal: NormalSchema, *, can_hold: bool) -> Iterator[tuple[
             yield name, keyword
 
 
-def hold_texts(grammar: str, tools: Sequence[NormalSchema]) -> str:
-    """The grammar with its rules for arguments narrowed. tools: the parameters of each, in order.
+def text_rules(normal: NormalSchema) -> tuple[str | None, ...]:
+    """For each argument, in order, the rule that hold_texts is to narrow it to, if any."""
+    return tuple(form.rule for _, form in _forms(normal))
+
+
+def hold_texts(grammar: str, tools: Sequence[Sequence[str | None]]) -> str:
+    """The grammar with its rules for arguments narrowed. tools: the text_rules of each, in order.
 
     The result is to be checked as any grammar.
 
     Raises UnsupportedContentError: the grammar is not of the kind that was looked for.
     """
     narrowed = {
-        f"tool-{number}-arg-{index}": form.rule
-        for number, normal in enumerate(tools)
-        for index, (_, form) in enumerate(_forms(normal))
-        if form.rule is not None
+        f"tool-{number}-arg-{index}": rule
+        for number, rules in enumerate(tools)
+        for index, rule in enumerate(rules)
+        if rule is not None
     }
     lines = []
     for line in grammar.splitlines():
@@ -127,13 +139,14 @@ def _form_of(alternatives: list[Any], normal: NormalSchema) -> _Form:
         return _Form(None)  # JSON, which llama.cpp holds to the schema
     if not all(isinstance(item, Mapping) for item in alternatives):
         return _Form(None, ("the schema",))
-    lost = [keyword for item in alternatives for keyword in _lost_beside_text(item)]
     if any(_is_any_text(item) for item in alternatives):
-        return _Form(None, tuple(dict.fromkeys(lost)))
+        beside = [keyword for item in alternatives for keyword in _lost_beside_text(item)]
+        return _Form(None, tuple(dict.fromkeys(beside)))
     kinds = {kind for item in alternatives for kind in _kinds(item)}
     # what reads as JSON is taken for that: right where any value of its type will do
     harmless = {"string", "null"} | {item.get("type") for item in alternatives} & {"boolean"}
     rules: list[str] = []
+    lost: list[str] = []
     for item in alternatives:
         values = _values(item)
         if values is not None:
@@ -212,7 +225,12 @@ def _is_any_text(schema: Any) -> bool:
 
 def _lost_beside_text(schema: Any) -> list[str]:
     """What is not looked at of values that are no text, where a text may stand in their place."""
-    if _may_be_text(schema) or _values(schema) is not None:
+    values = _values(schema)
+    if values is not None:
+        others = [value for value in values if not isinstance(value, str) and value is not None]
+        is_switch = len(others) == 2 and all(isinstance(value, bool) for value in others)
+        return [k for k in demands_of(schema) if k != "type"] if others and not is_switch else []
+    if _may_be_text(schema):
         return []
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if kind == "integer":
