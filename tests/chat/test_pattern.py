@@ -24,7 +24,7 @@ def test_what_the_grammar_allows_is_matched(pattern: str) -> None:
     written = write_pattern(pattern)
     grammar = read_grammar(schema_grammar({"type": "string", "pattern": written}))
     ours = re.compile(pattern.replace("(?<year>", "(?:"))
-    texts = {json.loads(grammar.text(seed)) for seed in range(200)}
+    texts = {json.loads(grammar.text(seed)) for seed in range(60)}
     assert all(ours.search(text) for text in texts)
 
 
@@ -36,7 +36,7 @@ def test_the_plain_form_is_a_rule_itself(pattern: str) -> None:
         return
     grammar = read_grammar("root ::= " + write_pattern(pattern, form="plain")[1:-1])
     ours = re.compile(pattern.replace("(?<year>", "(?:"))
-    for seed in range(200):
+    for seed in range(60):
         text = grammar.text(seed)
         assert ours.search(text) and "\n" not in text
 

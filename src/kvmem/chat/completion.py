@@ -16,6 +16,7 @@ from kvmem.chat.fields import (
     read_object,
     read_text,
 )
+from kvmem.chat.ranges import put_rules
 from kvmem.chat.request import MAX_CHOICES, RequestDefaults
 from kvmem.chat.sampling import (
     read_max_tokens,
@@ -92,9 +93,9 @@ class CompletionRequest:
             return self.grammar
         if self.schema is None:
             return None
-        schema = require_schema(model, self.schema, "json_schema")
+        normal = require_schema(model, self.schema, "json_schema")
         try:
-            return schema_grammar(schema)
+            return put_rules(schema_grammar(normal.schema), normal.ranges)
         except RequestError as error:
             raise FieldError("json_schema", f"cannot be enforced: {error}") from None
 

@@ -1,11 +1,12 @@
 """Grammars and schemas that a reply is to follow: only those that llama.cpp can hold it to."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 from kvmem.chat.fields import FieldError
-from kvmem.chat.normal import normal_schema
+from kvmem.chat.normal import NormalSchema, normal_schema
 from kvmem.chat.schema import (
     MAX_DEPTH,
     MAX_TEXT,
@@ -40,7 +41,7 @@ def require_grammar(model: Model, grammar: str) -> None:
         raise FieldError("grammar", f"does not parse: {error}") from None
 
 
-def require_schema(model: Model, schema: Mapping[str, Any], field: str) -> dict[str, Any]:
+def require_schema(model: Model, schema: Mapping[str, Any], field: str) -> NormalSchema:
     """The schema as llama.cpp is to get it.
 
     Raises FieldError, about this field: a demand of the schema would be lost.
@@ -54,7 +55,7 @@ def require_schema(model: Model, schema: Mapping[str, Any], field: str) -> dict[
         raise FieldError(field, f"cannot be enforced: {fault}")
     for fault in find_oversized(normal.schema):
         raise FieldError(field, f"cannot be enforced, written out: {fault}")
-    return normal.schema or dict(ANY_VALUE)
+    return normal if normal.schema else replace(normal, schema=dict(ANY_VALUE))
 
 
 def _depth(grammar: str) -> int:

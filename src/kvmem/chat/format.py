@@ -4,7 +4,7 @@ thinks. Found out by rendering, once.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from kvmem.chat.constraint import require_grammar, require_schema
 from kvmem.chat.fields import FieldError
 from kvmem.chat.messages import Message
 from kvmem.chat.normal import normal_schema
+from kvmem.chat.ranges import put_rules
 from kvmem.chat.request import ChatRequest
 from kvmem.chat.schema import find_contradictions, find_oversized, find_unenforced
 from kvmem.chat.text_arguments import (
@@ -38,12 +39,14 @@ class Parameters:
     """The arguments of a function.
 
     schema: as llama.cpp is to get it. fault: why it cannot get it, if so.
+    ranges: rules in place of constants of its grammar (chat.ranges).
     rules: what each argument that is written as plain text is held to.
     lost: what calls are not held to.
     """
 
     schema: Mapping[str, Any]
     fault: str = ""
+    ranges: Mapping[str, str] = field(default_factory=dict)
     rules: tuple[str | None, ...] = ()
     lost: tuple[str, ...] = ()
 
@@ -52,11 +55,13 @@ class Parameters:
 class Demands:
     """What replies are held to, as llama.cpp is to get it.
 
-    parameters: of each tool. schema: of the reply. notes: what is demanded and does not hold.
+    parameters: of each tool. schema: of the reply, and ranges: rules in place of constants of its
+    grammar. notes: what is demanded and does not hold.
     """
 
     parameters: tuple[Parameters, ...] = ()
     schema: Mapping[str, Any] | None = None
+    ranges: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -101,13 +106,13 @@ class TemplateFormat:
             FieldError, UnsupportedContentError: a demand that would be lost, by tool, path and
                 keyword.
         """
-        schema = None
         if request.grammar is not None:
             require_grammar(model, request.grammar)
         if request.schema is not None:
-            schema = require_schema(model, request.schema, "response_format")
+            normal = require_schema(model, request.schema, "response_format")
+            return Demands(schema=normal.schema, ranges=normal.ranges)
         if not request.tools or request.tool_choice.mode == "none":
-            return Demands(schema=schema)
+            return Demands()
         # calls are read even where tools are not shown
         found = [self._check_tool(tool, model) for tool in request.tools]
         notes = [
@@ -168,21 +173,26 @@ class TemplateFormat:
                 for name, keyword in find_loose_texts(normal, can_hold=self._texts == "can be held")
             ]
         fault = next((f"written out, {fault}" for fault in find_oversized(normal.schema)), "")
-        return Parameters(normal.schema, fault, text_rules(normal), tuple(lost))
+        return Parameters(normal.schema, fault, normal.ranges, text_rules(normal), tuple(lost))
 
-    def hold(self, grammar: str, parameters: Sequence[Parameters], model: Model) -> str:
-        """The grammar of calls, with what the parameters demand beyond what llama.cpp enforces.
+    def hold(
+        self, grammar: str, demands: Demands, parameters: Sequence[Parameters], model: Model
+    ) -> str:
+        """The grammar, with what is demanded beyond what llama.cpp enforces.
 
-        Raises FieldError: it is more than can be taken.
+        parameters: of the tools that it is about. Raises FieldError: it is more than can be taken.
         """
-        if self._texts != "can be held":
-            return grammar
-        held = hold_texts(grammar, [one.rules for one in parameters])
+        held = grammar
+        if parameters and self._texts == "can be held":
+            held = hold_texts(grammar, [one.rules for one in parameters])
+        for ranges in (demands.ranges, *(one.ranges for one in parameters)):
+            held = put_rules(held, ranges)
         if held != grammar:
             try:
                 check_grammar(model, held)
             except RequestError as error:
-                raise FieldError("tools", f"cannot be enforced together: {error}") from None
+                where = "tools" if parameters else "response_format"
+                raise FieldError(where, f"cannot be enforced: {error}") from None
         return held
 
     def without_grammar(self, fields: dict[str, Any]) -> dict[str, Any]:

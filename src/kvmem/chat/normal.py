@@ -22,6 +22,7 @@ from kvmem.chat.all_of import Conflict, join, merge_all_of
 from kvmem.chat.exclusive import is_equal, is_of_type, make_exclusive
 from kvmem.chat.keywords import demands_of, numbers_of, with_subschemas
 from kvmem.chat.pattern import PatternError, write_pattern
+from kvmem.chat.ranges import mark_ranges
 
 __all__ = ["NormalSchema", "normal_schema"]
 
@@ -47,12 +48,14 @@ class NormalSchema:
 
     origins: where each of its references points to in the client's schema.
     patterns: what each of its patterns was written from.
+    ranges: the rules that its grammar is to have in place of some constants (chat.ranges).
     unwritten: path and keyword of what stays as it is or is left out, and why.
     """
 
     schema: Json
     origins: Mapping[str, str] = field(default_factory=dict)
     patterns: Mapping[str, str] = field(default_factory=dict)
+    ranges: Mapping[str, str] = field(default_factory=dict)
     unwritten: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
@@ -89,7 +92,9 @@ class _Normalizer:
         if self._made:
             schema["$defs"] = self._made
         origins = {f"#/$defs/{name}": pointer for pointer, name in self._names.items()}
-        return NormalSchema(self._with_exclusive(schema), origins, self._patterns, self._unwritten)
+        ranges: dict[str, str] = {}
+        schema = mark_ranges(self._with_exclusive(schema), ranges)
+        return NormalSchema(schema, origins, self._patterns, ranges, self._unwritten)
 
     def _inlined(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         """The root itself must say that it is an object."""

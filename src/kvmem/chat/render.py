@@ -85,8 +85,8 @@ class ChatRenderer:
         # beginning stays what it was
         text = parser.rendered["prompt"] if held is fields else self._prompt_of(request, fields)
         result = parser.rendered
-        if parameters and result["grammar"]:
-            grammar = self._format.hold(result["grammar"], parameters, self._vocab.model)
+        if result["grammar"]:
+            grammar = self._format.hold(result["grammar"], demands, parameters, self._vocab.model)
             result = {**result, "grammar": grammar}
         return RenderedChat(
             text=text,

@@ -140,7 +140,7 @@ def _form_of(alternatives: list[Any], normal: NormalSchema) -> _Form:
     if not all(isinstance(item, Mapping) for item in alternatives):
         return _Form(None, ("the schema",))
     if any(_is_any_text(item) for item in alternatives):
-        beside = [keyword for item in alternatives for keyword in _lost_beside_text(item)]
+        beside = [keyword for item in alternatives for keyword in _lost_beside_text(item, normal)]
         return _Form(None, tuple(dict.fromkeys(beside)))
     kinds = {kind for item in alternatives for kind in _kinds(item)}
     # what reads as JSON is taken for that: right where any value of its type will do
@@ -223,10 +223,12 @@ def _is_any_text(schema: Any) -> bool:
     )
 
 
-def _lost_beside_text(schema: Any) -> list[str]:
+def _lost_beside_text(schema: Any, normal: NormalSchema) -> list[str]:
     """What is not looked at of values that are no text, where a text may stand in their place."""
     values = _values(schema)
     if values is not None:
+        if values and f'"{json.dumps(values[0])}"' in normal.ranges:
+            return ["the range"]
         others = [value for value in values if not isinstance(value, str) and value is not None]
         is_switch = len(others) == 2 and all(isinstance(value, bool) for value in others)
         return [k for k in demands_of(schema) if k != "type"] if others and not is_switch else []
