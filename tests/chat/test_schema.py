@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from kvmem.chat.all_of import merge_all_of
+from kvmem.chat.keywords import ASSERTIONS
 from kvmem.chat.normal import normal_schema
 from kvmem.chat.schema import find_contradictions, find_oversized, find_unenforced
+from kvmem.chat.text_arguments import find_loose_texts, only_properties, text_rules
 from kvmem.errors import RequestError
 from kvmem.llama.grammar import check_grammar, schema_grammar
 from kvmem.llama.model import Model
@@ -32,13 +34,25 @@ def lost(model: Model, schema: Json) -> list[tuple[str, str]]:
     return [(fault.path, fault.keyword) for fault in faults]
 
 
-KEYWORDS = (
-    "$defs", "$ref", "additionalProperties", "allOf", "anyOf", "const", "enum", "exclusiveMaximum",
-    "exclusiveMinimum", "format", "items", "maxItems", "maxLength", "maximum", "minItems",
-    "minLength", "minimum", "multipleOf", "oneOf", "pattern", "prefixItems", "properties",
-    "propertyNames", "required", "title", "type",
-)  # fmt: skip
-ODD: tuple[Any, ...] = (None, True, 0, -1.5, "", "x", [], [[]], [None], {}, [{}], {"a": []})
+KEYWORDS = sorted(ASSERTIONS | {"$defs", "title"})
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1.5,
+    "",
+    "x",
+    [],
+    [[]],
+    [None],
+    {},
+    [{}],
+    {"a": []},
+    1e308,
+    10**30,
+    [True, False],
+    {"a": False},
+)
 BESIDE: tuple[Json, ...] = (
     {}, {"type": "object"}, {"type": [[]]}, {"type": 5, "enum": [1]}, {"type": [{}], "const": 1},
     {"type": "string", "anyOf": [{"type": []}]}, {"allOf": [{"type": "string"}]},
@@ -52,7 +66,11 @@ def test_values_of_any_type_are_kept_or_lost_by_name(model: Model, keyword: str)
             schema = {**beside, keyword: value}
             try:
                 lost(model, schema)
-                lost(model, merge_all_of(schema))
+                merge_all_of(schema)
+                normal = normal_schema({"type": "object", "properties": {"a": schema}})
+                list(find_loose_texts(normal, can_hold=True))
+                text_rules(normal)
+                only_properties(normal_schema(schema).schema)
                 list(find_oversized(schema))
                 list(find_contradictions(schema))
             except RequestError as error:

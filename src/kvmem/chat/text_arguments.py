@@ -144,7 +144,9 @@ def _form_of(alternatives: list[Any], normal: NormalSchema) -> _Form:
         return _Form(None, tuple(dict.fromkeys(beside)))
     kinds = {kind for item in alternatives for kind in _kinds(item)}
     # what reads as JSON is taken for that: right where any value of its type will do
-    harmless = {"string", "null"} | {item.get("type") for item in alternatives} & {"boolean"}
+    harmless = {"string", "null"}
+    if any(item.get("type") == "boolean" for item in alternatives):
+        harmless.add("boolean")
     rules: list[str] = []
     lost: list[str] = []
     for item in alternatives:
@@ -255,9 +257,9 @@ def _type_rule(schema: Mapping[str, Any], normal: NormalSchema) -> str | None:
     demands = set(demands_of(schema)) - {"type"}
     source = None
     if demands == {"pattern"}:
-        source = normal.patterns.get(schema["pattern"])
+        source = normal.patterns.get(str(schema["pattern"]))
     elif demands == {"format"}:
-        source = formats.PLAIN.get(schema["format"])
+        source = formats.PLAIN.get(str(schema["format"]))
     elif demands == {"minLength"} and numbers_of(schema, "minLength"):
         least = int(schema["minLength"])
         # the first ones on one line, so that the closing tag is none of them
