@@ -12,10 +12,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvmem.engine.calibration import SLICE_TOKENS, scoring
 from kvmem.kv.layout import KvLayout, LayerLayout, Pair, RopeSpec
 from kvmem.kv.lexical import LexicalIndex
 from kvmem.kv.query import Query
 from kvmem.kv.score import ScoreScratch, score_blocks
+from kvmem.kv.scorers import HEADS_CENTRING
 from kvmem.kv.summary import DEQUANTIZE_F16, KeySummaries
 
 BLOCK_TOKENS = 128
@@ -89,9 +91,8 @@ def main() -> None:
     pos = np.zeros((BLOCK_TOKENS, 4), np.int32)
     pos[:, :3] = np.arange(BLOCK_TOKENS)[:, None]
 
-    for pairs, slice_tokens in ((layout.pairs()[:8], 4), (layout.pairs(), 8)):
-        few = tuple(Pair(2 * index + 1, index % KV_HEADS) for index in range(8))
-        chosen = few if slice_tokens == 4 else pairs
+    few = tuple(Pair(2 * index + 1, index % KV_HEADS) for index in range(8))
+    for chosen, slice_tokens in ((few, SLICE_TOKENS), scoring(layout, None)[:2]):
         summaries = KeySummaries(layout, chosen, slice_tokens)
         start = time.perf_counter()
         for block in range(n_blocks):
@@ -101,7 +102,11 @@ def main() -> None:
         query = Query.from_tap(layout, chosen, rows, pos[: args.rows], max_rows=args.rows)
         median, said = measure(
             lambda query=query, summaries=summaries: score_blocks(  # type: ignore[misc]
-                query, summaries, threads=args.threads, scratch=scratch
+                query,
+                summaries,
+                threads=args.threads,
+                scratch=scratch,
+                centring=HEADS_CENTRING,
             ),
             args.runs,
         )

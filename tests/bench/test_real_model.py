@@ -10,12 +10,17 @@ from kvmem.bench.generators.harbor import Harbor
 from kvmem.bench.history import EngineHistory
 from kvmem.bench.quality import Policy, Record, measure
 from kvmem.bench.recall import RecallSpec
-from kvmem.bench.summary import gates, summarise
+from kvmem.bench.saved import load_recall
+from kvmem.bench.summary import gates, regressions, summarise
 from kvmem.bench.workload import Prompt, WorkloadSpec, make_prompts
 from kvmem.engine.engine import Engine
 from kvmem.paths import cache_folder
 
 pytestmark = pytest.mark.slow
+
+KEPT_RUN = Path(__file__).parents[2] / "bench/results/recall-smollm2-2026-11-30.jsonl"
+"""All eight histories. Three of them are too few to decide on the bars of the whole run, which
+tests/bench/test_kept_runs.py holds it to; here recall may not fall behind it."""
 
 POLICIES = (
     Policy("fused", "first"),
@@ -34,11 +39,12 @@ def demo_model() -> Path:
 
 
 def ask(history: EngineHistory, prompt: Prompt, *, shuffle: bool) -> list[Record]:
-    return list(measure([prompt], lambda prompt: history, None, policies=POLICIES, shuffle=shuffle))
+    policies = POLICIES[:2] if shuffle else POLICIES
+    return list(measure([prompt], lambda prompt: history, None, policies=policies, shuffle=shuffle))
 
 
-def test_recall_meets_its_bars_and_mixed_up_scores_miss_them(demo_model: Path) -> None:
-    spec = RecallSpec(model=demo_model, n_prompts=3)
+def test_recall_is_what_it_was_and_mixed_up_scores_lose_it(demo_model: Path) -> None:
+    spec = RecallSpec(model=demo_model, n_prompts=3, n_threads=1)
     records: list[Record] = []
     mixed_up: list[Record] = []
     with Engine(spec.engine(tiered=True)) as engine:
@@ -46,11 +52,15 @@ def test_recall_meets_its_bars_and_mixed_up_scores_miss_them(demo_model: Path) -
             history = EngineHistory.read(engine, prompt.history)
             records += ask(history, prompt, shuffle=False)
             mixed_up += ask(history, prompt, shuffle=True)
-    missed = [gate for gate in gates(summarise(records)) if not gate.passed]
-    assert missed == []
-    assert len(gates(summarise(mixed_up))) == 4
-    recall_gates = [gate for gate in gates(summarise(mixed_up)) if gate.what == "gold recall"]
-    assert not any(gate.passed for gate in recall_gates)
+    kept = [record for _, record in load_recall(KEPT_RUN)]
+    bars = regressions(kept, records)
+    assert {bar.policy for bar in bars} >= {policy.name for policy in POLICIES}
+    assert [bar for bar in bars if not bar.passed] == []
+    scorers = {"fused @first", "heads alone @ideal"}
+    for bars in (regressions(kept, mixed_up), gates(summarise(mixed_up))):
+        lost = [bar for bar in bars if bar.policy in scorers and bar.what == "gold recall"]
+        assert len(lost) == 2
+        assert not any(bar.passed for bar in lost)
 
 
 def test_the_demo_recalls_what_recency_has_lost(demo_model: Path) -> None:

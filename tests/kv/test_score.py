@@ -16,7 +16,7 @@ from kvmem.kv.layout import KvLayout, Pair, RopeSpec
 from kvmem.kv.lexical import LexicalIndex
 from kvmem.kv.query import Query
 from kvmem.kv.score import ScoreScratch, score_blocks, score_slices
-from kvmem.kv.scorers import SCORERS, ScoreInputs, fuse, rank, run_scorer
+from kvmem.kv.scorers import HEADS_CENTRING, SCORERS, ScoreInputs, fuse, rank, run_scorer
 from kvmem.kv.summary import KeySummaries
 
 # f32 sums of int8 keys against float64 of the same int8 keys: logits are off by about 1e-5.
@@ -36,7 +36,11 @@ def make_query(layout: KvLayout, n_rows: int = 5, seed: int = 7, strength: float
 
 
 def twin(
-    query: Query, summaries: KeySummaries, weights: NDArray[np.float64] | None, power: int
+    query: Query,
+    summaries: KeySummaries,
+    weights: NDArray[np.float64] | None,
+    power: int,
+    centring: float = 0,
 ) -> NDArray[np.float64]:
     """Slice scores in float64 from the summaries' own keys."""
     keys, rows, row_weights = [], [], []
@@ -44,7 +48,8 @@ def twin(
         heads = query.heads(pair).astype(np.float64)
         n_rows, group, dim = heads.shape
         keys.append(summaries.keys(index).astype(np.float64))
-        rows.append(heads.reshape(-1, dim))
+        common = heads.mean(axis=(0, 1)) if n_rows > 1 else np.zeros(dim)
+        rows.append((heads - centring * common).reshape(-1, dim))
         weight = 1.0 if weights is None else weights[index]
         row_weights.append(np.tile(np.broadcast_to(weight, group), n_rows))
     return slice_scores(keys, rows, row_weights, summaries.layout.layers[0].score_scale, power)
@@ -66,18 +71,28 @@ def assert_same_order(found: NDArray[np.float32], wanted: NDArray[np.float64]) -
     group=st.integers(1, 7),
     dim=st.sampled_from([4, 64, 80]),
     power=st.integers(1, 3),
+    centring=st.sampled_from([0.0, 0.5, 1.0]),
     seed=st.integers(0, 99),
 )
 def test_scores_equal_the_twin(
-    slice_tokens: int, n_blocks: int, n_rows: int, group: int, dim: int, power: int, seed: int
+    slice_tokens: int,
+    n_blocks: int,
+    n_rows: int,
+    group: int,
+    dim: int,
+    power: int,
+    centring: float,
+    seed: int,
 ) -> None:
     layout = make_layout(n_head=2 * group, head_dim=dim, ropes=(None,))
     history = make_history(layout, n_blocks, seed)
     summaries = history.fill(KeySummaries(layout, [(1, 0), (0, 1), (0, 0)], slice_tokens))
     query = make_query(layout, n_rows, seed)
     weights = np.random.default_rng(seed).uniform(0.1, 2, (3, group))
-    slices = twin(query, summaries, weights, power).reshape(n_blocks, -1)
-    blocks, edges = score_blocks(query, summaries, weights.astype(np.float32), power)
+    slices = twin(query, summaries, weights, power, centring).reshape(n_blocks, -1)
+    blocks, edges = score_blocks(
+        query, summaries, weights.astype(np.float32), power, centring=centring
+    )
     assert blocks.dtype == edges.dtype == np.float32
     assert np.allclose(blocks, slices.sum(axis=1), rtol=TOLERANCE, atol=1e-9)
     assert np.allclose(edges, slices[:, [0, -1]], rtol=TOLERANCE, atol=1e-9)
@@ -270,6 +285,27 @@ def test_a_planted_fact_is_found_and_shuffled_summaries_lose_it(seed: int) -> No
     assert needle.gold_rank("heads", needle.knowing, shuffled) > 3
 
 
+def test_what_all_rows_like_does_not_hide_what_one_asks_for() -> None:
+    layout = make_layout(
+        type_k=F16, block_tokens=32, n_layers=1, n_head=1, n_head_kv=1, ropes=(None,)
+    )
+    rng = np.random.default_rng(0)
+    common, asked = 1.2 * rng.standard_normal(64), 1.5 * rng.standard_normal(64)
+    keys = 0.5 * rng.standard_normal((40 * 32, 1, 64))
+    keys[5 * 32 : 5 * 32 + 4, 0] += common  # every row likes block 5, one of them 23
+    keys[23 * 32 + 8 : 23 * 32 + 12, 0] += asked
+    rows = 0.1 * rng.standard_normal((8, 1, 64)) + common
+    rows[3, 0] += asked
+    query = Query(layout=layout, layers={0: rows.astype(np.float32)}, tokens=np.zeros(8, np.int32))
+    summaries = store(layout, [keys], positions(40 * 32)).fill(
+        KeySummaries(layout, layout.pairs(), 4)
+    )
+    plain, _ = score_blocks(query, summaries)
+    centred, _ = score_blocks(query, summaries, centring=1)
+    assert rank(plain)[23] == 2
+    assert rank(centred)[23] == 1
+
+
 def test_without_un_rotation_the_fact_is_lost() -> None:
     # Out there even the slowest of the 32 pairs of dims has turned three times.
     needle = Needle(0, RopeSpec(n_dims=64))
@@ -307,7 +343,8 @@ def test_each_name_runs_its_own_scorer() -> None:
     orders = {name: tuple(np.argsort(-s.blocks, kind="stable")) for name, s in found.items()}
     assert len(set(orders.values())) == 6
     assert orders["recency"] == tuple(range(24, -1, -1))
-    assert np.allclose(found["heads"].blocks, score_blocks(inputs.query, inputs.summaries)[0])  # type: ignore[arg-type]
+    centred, _ = score_blocks(inputs.query, inputs.summaries, centring=HEADS_CENTRING)  # type: ignore[arg-type]
+    assert np.allclose(found["heads"].blocks, centred)
     assert np.allclose(found["mass"].blocks.sum(), 5 * 8, rtol=1e-5)
     fused = [
         1 / (10 + a) + 1 / (10 + b)
@@ -329,9 +366,8 @@ def test_weights_reach_the_scorer() -> None:
     all_pairs = history.fill(KeySummaries(layout, layout.pairs()))
     weights = np.array([0, 0, 0, 2], np.float32)
     inputs = ScoreInputs(n_blocks=12, query=query, summaries=all_pairs, weights=weights)
-    assert np.allclose(
-        run_scorer("heads", inputs).blocks, 2 * score_blocks(query, one)[0], rtol=1e-6
-    )
+    alone, _ = score_blocks(query, one, centring=HEADS_CENTRING)
+    assert np.allclose(run_scorer("heads", inputs).blocks, 2 * alone, rtol=1e-6)
 
 
 def test_unknown_or_unfed_scorers_are_errors_and_never_another_scorer() -> None:
@@ -388,6 +424,8 @@ def test_doors_refuse_what_cannot_be() -> None:
             score_blocks(query, summaries, weights.astype(np.float32))
     with pytest.raises(ValueError, match="power 0"):
         score_blocks(query, summaries, power=0)
+    with pytest.raises(ValueError, match="centring 2"):
+        score_blocks(query, summaries, centring=2)
     with pytest.raises(ValueError, match="keys have 64"):
         score_slices(summaries, [np.ones((1, 32), np.float32)] * 2, [np.ones(1, np.float32)] * 2)
     broken = {k: np.where(v > 2, np.nan, v).astype(np.float32) for k, v in query.layers.items()}

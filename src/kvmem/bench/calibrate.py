@@ -23,18 +23,17 @@ from kvmem.bench.record import version
 from kvmem.bench.twin import scored_slices
 from kvmem.bench.workload import Prompt, WorkloadSpec, make_prompts
 from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
-from kvmem.engine.calibration import Calibration, file_names
+from kvmem.engine.calibration import SLICE_TOKENS, Calibration, file_names, scoring
 from kvmem.engine.engine import Engine
 from kvmem.engine.fingerprint import fingerprint
 from kvmem.errors import ConfigError
-from kvmem.kv.scorers import UNCALIBRATED_SLICE_TOKENS
 from kvmem.paths import cache_folder
 
 __all__ = ["Calibrated", "CalibrationSpec", "calibrate", "store"]
 
 Report = Callable[[str, int, int], None]
 
-EVIDENCE: Final = "each pair divided by its sum"
+EVIDENCE: Final = "rows centred, each pair divided by its sum"
 """What is kept of a history; another text makes what was kept before useless."""
 ROOM_TOKENS: Final = 512
 """Cells for a question behind the history."""
@@ -56,7 +55,6 @@ class CalibrationSpec:
     first_seed: int = 1000
     budget_tokens: int = 512
     block_tokens: int = 32
-    slice_tokens: int = 4
 
     def __post_init__(self) -> None:
         if self.n_prompts < 2:
@@ -90,7 +88,7 @@ class CalibrationSpec:
         what = (
             EVIDENCE, model_print, self.memory.type_k, self.memory.type_v, self.generator,
             self.n_tokens, self.n_prompts, self.first_seed, self.budget_tokens, self.block_tokens,
-            self.slice_tokens, version(),
+            SLICE_TOKENS, version(),
         )  # fmt: skip
         return hashlib.sha256(repr(what).encode() + questions).hexdigest()[:32]
 
@@ -123,6 +121,7 @@ def calibrate(
     with Engine(spec.engine()) as engine:
         layout = engine.tiered.layout
         pairs = layout.pairs()
+        default = scoring(layout, None)
         questions = list(_read_all(spec, engine, folder, report))
         try:
             picked = pick_pairs(questions)
@@ -137,7 +136,7 @@ def calibrate(
         "histories": picked.n_groups,
         "questions": picked.n_questions,
         "held_out_gold_recall": round(picked.recall, 4),
-        "held_out_gold_recall_all_pairs": round(picked.recall_whole, 4),
+        "held_out_gold_recall_uncalibrated": round(picked.recall_whole, 4),
         "held_out_gold_recall_by_count": [round(value, 4) for value in picked.by_count],
         "pairs_in_all": len(pairs),
     }
@@ -147,12 +146,15 @@ def calibrate(
             type_k=spec.memory.type_k,
             type_v=spec.memory.type_v,
             pairs=tuple((layout.layers[pair.layer].il, pair.kv_head) for pair in chosen),
-            slice_tokens=spec.slice_tokens,
+            slice_tokens=SLICE_TOKENS,
             report=facts,
         ),
         picked=picked,
-        bytes_per_token=sum(dims[index] for index in picked.pairs) / spec.slice_tokens,
-        bytes_per_token_whole=sum(dims) / UNCALIBRATED_SLICE_TOKENS,
+        bytes_per_token=sum(dims[index] for index in picked.pairs) / SLICE_TOKENS,
+        bytes_per_token_whole=sum(
+            dims[index] for index, pair in enumerate(pairs) if pair in default.pairs
+        )
+        / default.slice_tokens,
     )
 
 
@@ -196,17 +198,18 @@ def _read_all(
         kept = folder / f"{group:04}.npz"
         found = _load(kept, group)
         if found is None:
-            found = list(_read(spec, engine, prompt, group))
+            found = list(_read(engine, prompt, group))
             _save(kept, found)
         yield from found
     report("histories", len(prompts), len(prompts))
 
 
-def _read(spec: CalibrationSpec, engine: Engine, prompt: Prompt, group: int) -> Iterator[Evidence]:
+def _read(engine: Engine, prompt: Prompt, group: int) -> Iterator[Evidence]:
     """What every pair says of the slices of one history, for each of its questions."""
     history = EngineHistory.read(engine, prompt.history)
-    fine = history.summaries(slice_tokens=spec.slice_tokens)
-    coarse = history.summaries(slice_tokens=UNCALIBRATED_SLICE_TOKENS)
+    default = scoring(engine.tiered.layout, None)  # in the same slices
+    fine = history.summaries(slice_tokens=SLICE_TOKENS)
+    in_default = [pair in default.pairs for pair in fine.pairs]
     per_block = fine.slices_per_block
     for question in prompt.questions:
         if not question.gold:
@@ -216,16 +219,14 @@ def _read(spec: CalibrationSpec, engine: Engine, prompt: Prompt, group: int) -> 
         query = history.ask(question)
         fixed = history.fixed_blocks(question)
         free = np.setdiff1d(np.arange(fine.n_blocks), fixed)
-        gold = np.unique(metrics.gold_tokens(question.gold) // spec.slice_tokens)
+        gold = np.unique(metrics.gold_tokens(question.gold) // SLICE_TOKENS)
         gold = gold[np.isin(gold // per_block, free)]
         if len(gold) == 0:
             continue
-        whole = scored_slices(query, coarse).sum(axis=0)
+        scores = scored_slices(query, fine)
         yield Evidence(
-            scores=_equal(scored_slices(query, fine)),
-            whole=np.repeat(whole, UNCALIBRATED_SLICE_TOKENS // spec.slice_tokens).astype(
-                np.float32
-            ),
+            scores=_equal(scores),
+            whole=scores[in_default].sum(axis=0).astype(np.float32),
             gold=gold,
             free=(free[:, None] * per_block + np.arange(per_block)).ravel(),
             n_free=max(1, len(newest) - len(fixed)),

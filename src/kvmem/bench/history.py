@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvmem.bench.twin import rotated, softmax_mass
 from kvmem.bench.workload import Question
-from kvmem.engine.calibration import Calibration, scoring
+from kvmem.engine.calibration import ALL_PAIRS_SCORERS, Calibration, scoring
 from kvmem.engine.engine import Engine
 from kvmem.engine.memory import PlainMemory, TieredMemory
 from kvmem.engine.retrieve import choose
@@ -117,6 +117,7 @@ class EngineHistory:
         self._memory.seal()
         self._keys: dict[Pair, F32] = {}
         self._picked: KeySummaries | None = None
+        self._every: KeySummaries | None = None
         self._asked_pos = np.empty((0, 4), np.int32)
         if calibration is not None:
             chosen = scoring(self._memory.layout, calibration)
@@ -176,7 +177,7 @@ class EngineHistory:
         memory = self._memory
         content = np.arange(question.content.start, question.content.stop, dtype=np.int32)
         rows = content[pick_evenly(len(content), MAX_ROWS)]
-        layers = np.unique(np.array([pair.layer for pair in memory.summaries.pairs], np.int32))
+        layers = np.arange(len(memory.layout.layers), dtype=np.int32)
         tokens = np.asarray(question.tokens, np.int32)
         by_layer = [np.empty((0, 0, 0), np.float32)] * len(memory.layout.layers)
         with _kept(self._session):
@@ -187,7 +188,7 @@ class EngineHistory:
                 by_layer[layer] = tapped
             pos = np.ascontiguousarray(memory.working_set.pos[start + rows])
         self._asked_pos = pos
-        pairs = memory.summaries.pairs
+        pairs = memory.layout.pairs()
         return Query.from_tap(memory.layout, pairs, by_layer, pos, tokens[content])
 
     def score(self, query: Query, scorer: str, *, picked: bool = False) -> Scores:
@@ -195,18 +196,23 @@ class EngineHistory:
         if scorer == EXACT_MASS:
             edges = np.zeros((self.n_blocks, 2), np.float32)
             return Scores(scorer, self._exact_mass(query), edges)
-        if not picked:
-            return self._session.score(query, scorer)
-        if self._picked is None:
+        if picked and self._picked is None:
             raise ConfigError("calibration", "none", "found for this model: run kvmem calibrate")
+        if not picked and scorer not in ALL_PAIRS_SCORERS:
+            return self._session.score(query, scorer)
+        if self._every is None and not picked:
+            chosen = scoring(memory.layout, None, scorer)
+            self._every = memory.summarise(chosen.pairs, chosen.slice_tokens)
+        summaries = self._picked if picked else self._every
+        assert summaries is not None
         return run_scorer(
             scorer,
             ScoreInputs(
-                n_blocks=self._picked.n_blocks,
+                n_blocks=summaries.n_blocks,
                 query=query,
-                summaries=self._picked,
+                summaries=summaries,
                 lexical=memory.lexical,
-                equal_pairs=True,
+                equal_pairs=picked,
                 scratch=memory.scratch,
             ),
         )

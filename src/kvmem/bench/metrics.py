@@ -81,20 +81,23 @@ def bootstrap(
     clusters: Sequence[int],
     *,
     statistic: Callable[[F64], float] = lambda sample: float(sample.mean()),
+    n_drawn: int | None = None,
     n_resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
     """Statistic of `values` and its 95 % interval when whole clusters (prompts) are drawn.
 
     values, clusters: one entry a question, the cluster says which prompt it belongs to.
+    n_drawn: clusters of a draw; None for as many as there are.
     """
     data, labels = np.asarray(values, np.float64), np.asarray(clusters)
     if len(data) == 0:
         return Interval(float("nan"), float("nan"), float("nan"))
     groups = [data[labels == label] for label in np.unique(labels)]
+    size = len(groups) if n_drawn is None else n_drawn
     rng = np.random.default_rng(seed)
     found = [
-        statistic(np.concatenate([groups[i] for i in rng.integers(len(groups), size=len(groups))]))
+        statistic(np.concatenate([groups[i] for i in rng.integers(len(groups), size=size)]))
         for _ in range(n_resamples)
     ]
     low, high = np.percentile(found, (2.5, 97.5))

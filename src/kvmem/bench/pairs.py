@@ -27,8 +27,8 @@ LEAST_SHARE: Final = 1e-3
 class Evidence:
     """One question. All slices are of the history; a block has slices_per_block of them.
 
-    scores: f32 [n_pairs, n_slices], each pair's divided by their sum. whole: f32 [n_slices], of all
-    pairs in coarse slices, repeated to fine ones: what runs without calibration.
+    scores: f32 [n_pairs, n_slices], each pair's divided by their sum. whole: f32 [n_slices], of the
+    pairs that score without a calibration.
     gold: slices that hold the answer. free: slices of blocks that are not visible anyhow.
     n_free: blocks that the budget leaves to be chosen. group: the history it belongs to.
     """
@@ -45,7 +45,8 @@ class Evidence:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picked:
     """pairs: indexes of the chosen ones, best first. The figures are of histories that the pairs
-    were not picked on: gold recall of the chosen number of pairs, and of all pairs.
+    were not picked on: gold recall of the chosen number of pairs, and of those that score without a
+    calibration.
     """
 
     pairs: tuple[int, ...]
@@ -94,9 +95,9 @@ def pick_pairs(questions: Sequence[Evidence], *, max_pairs: int = MAX_PAIRS) -> 
                 ]
     by_count = held_out.mean(axis=0)
     # a quarter of a question more is no reason for another pair, but one alone can be wrong alone
-    enough = by_count >= by_count.max() - 0.25 / len(questions)
-    enough[: min(LEAST_PAIRS, n_most) - 1] = False
-    n_pairs = int(np.flatnonzero(enough)[0]) + 1 if enough.any() else min(LEAST_PAIRS, n_most)
+    least = min(LEAST_PAIRS, n_most)
+    allowed = by_count[least - 1 :]
+    n_pairs = least + int((allowed >= allowed.max() - 0.25 / len(questions)).argmax())
     return Picked(
         pairs=tuple(_greedy(questions, n_pairs)),
         recall=float(by_count[n_pairs - 1]),

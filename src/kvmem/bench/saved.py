@@ -1,17 +1,18 @@
 """Saved runs, as records again: what `kvmem bench report` summarises."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvmem.bench.agent import AgentRecord
+from kvmem.bench.quality import Record
 from kvmem.bench.record import read_jsonl
 from kvmem.bench.remote_speed import RemoteRecord
 from kvmem.bench.speed import RequestRecord, SpeedRecord
 from kvmem.errors import ConfigError
 
-__all__ = ["SavedRun", "load_runs"]
+__all__ = ["SavedRun", "load_recall", "load_runs"]
 
 R = TypeVar("R", SpeedRecord, RequestRecord, RemoteRecord, AgentRecord)
 
@@ -38,6 +39,29 @@ def load_runs(folder: Path) -> list[SavedRun]:
     if not paths:
         raise ConfigError("folder", str(folder), "a folder with .jsonl files of `kvmem bench`")
     return [_load(path) for path in paths]
+
+
+def load_recall(path: Path) -> list[tuple[str, Record]]:
+    """Records of `kvmem bench quality` with the names of their cells; of `recall`, with "".
+
+    Raises ConfigError: the file is something else.
+    """
+    known = {field.name for field in fields(Record)}
+    found = []
+    try:
+        for line in read_jsonl(path):
+            if "policy" not in line:
+                continue
+            # what was not a number is null in JSON, but for `free`, which may be unknown
+            given: dict[str, Any] = {
+                name: float("nan") if value is None and name != "free" else value
+                for name, value in line.items()
+                if name in known
+            }
+            found.append((str(line.get("cell", "")), Record(**given)))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError("file", path, f"one of kvmem bench quality or recall ({error})") from None
+    return found
 
 
 def _load(path: Path) -> SavedRun:

@@ -12,6 +12,11 @@ from kvmem.bench.quality import FULL, GOLD, STOCK, Record
 RECENCY: Final = "recency"
 REFERENCES: Final = (STOCK, FULL, GOLD)
 
+_VALUES: Final[dict[str, Callable[[Record], float]]] = {
+    "gold recall": lambda r: r.gold_recall,
+    "KL, nats": lambda r: r.kl_nats,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -101,4 +106,30 @@ def gates(rows: Sequence[Row]) -> list[Gate]:
         if cosine := by_name.get("cosine @ideal"):
             lead = heads.paraphrase_recall.mean - cosine.paraphrase_recall.mean
             found.append(Gate(heads.policy, "lead over cosine, paraphrased", lead, 0.25, True))
+    return found
+
+
+def regressions(kept: Sequence[Record], fresh: Sequence[Record]) -> list[Gate]:
+    """Bars for a few histories of a kept run that were measured again.
+
+    A policy may fall behind what the kept run gave on the same histories by the half width of its
+    interval there, when as few of all its histories are drawn. Gold recall and KL of the questions
+    that share a word, of policies in both. Raises ValueError: a history is not in the kept run.
+    """
+    again = {(r.generator, r.seed) for r in fresh}
+    if missing := again - {(r.generator, r.seed) for r in kept}:
+        raise ValueError(f"the kept run has no history {min(missing)}")
+    found = []
+    for policy in dict.fromkeys(r.policy for r in fresh):
+        before = [r for r in kept if r.policy == policy and r.shares_word]
+        same = [r for r in before if (r.generator, r.seed) in again]
+        now = [r for r in fresh if r.policy == policy and r.shares_word]
+        if not same:
+            continue
+        for what, at_least in (("gold recall", True), ("KL, nats", False)):
+            value = _VALUES[what]
+            whole = bootstrap([value(r) for r in before], clusters(before), n_drawn=len(again))
+            slack = whole.low - whole.mean if at_least else whole.high - whole.mean
+            bar = statistics.fmean(map(value, same)) + slack
+            found.append(Gate(policy, what, statistics.fmean(map(value, now)), bar, at_least))
     return found

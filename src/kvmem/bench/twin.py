@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kvmem.kv.layout import Pair, RopeSpec
 from kvmem.kv.query import Query
 from kvmem.kv.rope import unrotate
+from kvmem.kv.scorers import HEADS_CENTRING
 from kvmem.kv.summary import KeySummaries
 
 __all__ = ["pair_slices", "rotated", "scored_slices", "softmax_mass"]
@@ -19,13 +20,17 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 
 
-def pair_slices(query: Query, pair: Pair, keys: F32, *, power: int = 2) -> F64:
+def pair_slices(
+    query: Query, pair: Pair, keys: F32, *, power: int = 2, centring: float = HEADS_CENTRING
+) -> F64:
     """Sum over the query's rows and the pair's query heads of p^power: f64 [n_slices].
 
-    keys: f32 [n_slices, head_dim], un-rotated.
+    keys: f32 [n_slices, head_dim], un-rotated. centring: see score_blocks.
     """
     heads = query.heads(pair)
     rows = heads.reshape(-1, heads.shape[2]).astype(np.float64)
+    if len(heads) > 1:
+        rows = rows - centring * rows.mean(axis=0)
     logits = rows @ keys.T.astype(np.float64) * query.layout.layers[pair.layer].score_scale
     logits -= logits.max(axis=1, keepdims=True)
     p = np.exp(logits)

@@ -88,7 +88,7 @@ def _table(found: Calibrated) -> str:
     rows = [
         ("heads that score (layer:KV head)", "gold recall, held out", "bytes a token"),
         (pairs, f"{picked.recall:.3f}", f"{found.bytes_per_token:.0f}"),
-        ("all, uncalibrated", f"{picked.recall_whole:.3f}", f"{found.bytes_per_token_whole:.0f}"),
+        ("uncalibrated", f"{picked.recall_whole:.3f}", f"{found.bytes_per_token_whole:.0f}"),
     ]
     n = f"{picked.n_questions} questions, {picked.n_groups} histories"
     return show.table(rows, right=(1, 2)) + f"\n{n}; each checked with pairs picked on others"

@@ -1,9 +1,8 @@
 """`kvmem bench quality`: what is recalled, by kind and depth, and what each part is worth."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from kvmem.bench.quality import ABLATIONS, CALIBRATED, POLICIES, Policy, Record
 from kvmem.bench.recall import RecallSpec
 from kvmem.bench.record import environment, json_line
 from kvmem.bench.report import difference_table, part_table, recall_table
+from kvmem.bench.saved import load_recall
 from kvmem.bench.summary import summarise
 from kvmem.bench.sweep import DEFAULT_CELLS, parse_cell, sweep
 from kvmem.cli.progress import progress, table_console
@@ -23,7 +23,6 @@ from kvmem.errors import ConfigError
 
 __all__ = ["quality"]
 
-FIELDS = {field.name for field in fields(Record)}
 PAIRED = (
     ("fused* @first", "fused @first"),
     ("heads* @first", "heads @first"),
@@ -93,7 +92,7 @@ def quality(
 ) -> None:
     """Measure recall in depth: kinds of questions, depth, paired differences, oracles."""
     if read is not None:
-        found = list(_read(read))
+        found = load_recall(read)
     else:
         if model is None:
             raise ConfigError("model", "not given", "the path of a GGUF file")
@@ -163,24 +162,6 @@ def _writer(
 
         write([where])
         yield write
-
-
-def _read(path: Path) -> Iterator[tuple[str, Record]]:
-    """What `_writer` wrote. Raises ConfigError: the file is something else."""
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            item = json.loads(line)
-            if "cell" not in item:
-                continue
-            # what was not a number is null in JSON, but for `free`, which may be unknown
-            fields: dict[str, Any] = {
-                key: float("nan") if value is None and key != "free" else value
-                for key, value in item.items()
-                if key in FIELDS
-            }
-            yield item["cell"], Record(**fields)
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError("read", path, f"a file of kvmem bench quality ({error})") from None
 
 
 def _show(console: Console, found: list[tuple[str, Record]]) -> None:

@@ -16,14 +16,31 @@ from kvmem.config import EngineConfig, MemoryConfig
 from kvmem.engine.fingerprint import fingerprint
 from kvmem.errors import ConfigError
 from kvmem.kv.layout import KvLayout, Pair
-from kvmem.kv.scorers import UNCALIBRATED_SLICE_TOKENS
+from kvmem.kv.scorers import DEFAULT_SCORER
 from kvmem.paths import cache_folder
 
-__all__ = ["Calibration", "Found", "Scoring", "file_names", "find", "scoring"]
+__all__ = [
+    "ALL_PAIRS_SCORERS",
+    "SLICE_TOKENS",
+    "Calibration",
+    "Found",
+    "Scoring",
+    "file_names",
+    "find",
+    "scoring",
+]
 
 FORMAT: Final = "kvmem calibration 1"
 CALIBRATED_SCORERS: Final = ("fused", "heads")
 """Those that pairs are picked for; `mass` and `cosine` stand for methods that use all of them."""
+ALL_PAIRS_SCORERS: Final = ("mass", "cosine")
+ALL_PAIRS_SLICE_TOKENS: Final = 8
+
+SLICE_TOKENS: Final = 4
+"""Of chosen pairs. Without a calibration half of the pairs in these slices take the bytes of all
+pairs in slices of 8, and find more (docs/retrieval.md)."""
+FEW_LAYERS: Final = 8
+"""Below this many layers with attention all of them score."""
 
 _log = logging.getLogger(__name__)
 
@@ -108,14 +125,26 @@ class Scoring(NamedTuple):
     is_calibrated: bool
 
     def __str__(self) -> str:
-        how = "calibrated" if self.is_calibrated else "all, uncalibrated"
+        how = "calibrated" if self.is_calibrated else "uncalibrated"
         return f"{len(self.pairs)} pairs ({how}), slices of {self.slice_tokens}"
 
 
-def scoring(layout: KvLayout, calibration: Calibration | None) -> Scoring:
-    """The pairs of a layout that score. Raises ConfigError: the calibration names others."""
+def scoring(
+    layout: KvLayout, calibration: Calibration | None, scorer: str = DEFAULT_SCORER
+) -> Scoring:
+    """The pairs of a layout that score. Raises ConfigError: the calibration names others.
+
+    Without a calibration these are the pairs of the middle half of the layers: heads that look up
+    what was told are rare in the first and in the last ones.
+    """
     if calibration is None:
-        return Scoring(layout.pairs(), UNCALIBRATED_SLICE_TOKENS, False)
+        if scorer in ALL_PAIRS_SCORERS:
+            return Scoring(layout.pairs(), ALL_PAIRS_SLICE_TOKENS, False)
+        n_layers = len(layout.layers)
+        skipped = n_layers // 4 if n_layers >= FEW_LAYERS else 0
+        middle = range(skipped, n_layers - skipped)
+        pairs = tuple(pair for pair in layout.pairs() if pair.layer in middle)
+        return Scoring(pairs, SLICE_TOKENS, False)
     index_of = {layer.il: index for index, layer in enumerate(layout.layers)}
     known = {(layer.il, head) for layer in layout.layers for head in range(layer.n_head_kv)}
     if unknown := [pair for pair in calibration.pairs if pair not in known]:

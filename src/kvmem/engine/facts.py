@@ -73,9 +73,9 @@ def probe(model: Model, config: EngineConfig) -> Probe:
         )
 
 
-def host_bytes_per_token(layout: KvLayout, calibration: Calibration | None = None) -> int:
+def host_bytes_per_token(layout: KvLayout, calibration: Calibration | None, scorer: str) -> int:
     """Record, summaries and tables of one token, as scoring with these pairs needs them."""
-    used = scoring(layout, calibration)
+    used = scoring(layout, calibration, scorer)
     summaries = sum(
         (layout.layers[pair.layer].head_dim_k + 2) / used.slice_tokens for pair in used.pairs
     )
@@ -95,7 +95,7 @@ def memory_facts(
     if memory.enabled:
         found = probe(model, config)
         kv_bytes = found.layout.payload_bytes // memory.block_tokens
-        host_bytes = host_bytes_per_token(found.layout, calibration)
+        host_bytes = host_bytes_per_token(found.layout, calibration, memory.scorer)
         state_bytes, states = found.state_bytes, found.state_device_bytes
         draft_bytes = found.draft_bytes // memory.block_tokens
     else:

@@ -92,7 +92,7 @@ class TieredMemory:
         # asked for room where the host limit is reached: True if another conversation has left
         self.make_room_on_host: Callable[[], bool] = lambda: False
         self._spare_states: list[NDArray[np.uint8]] = []
-        self.scoring = scoring(self.layout, calibration)
+        self.scoring = scoring(self.layout, calibration, self.scorer)
         self.active = self.conversation_of(self.working_set.history)
         self.worker = SummaryWorker(self.active.summaries)
         self.scratch = ScoreScratch(self.host)
@@ -107,7 +107,7 @@ class TieredMemory:
 
         Raises ConfigError and CapacityError; then all is as before.
         """
-        chosen = scoring(self.layout, calibration)
+        chosen = scoring(self.layout, calibration, self.scorer)
         self.with_room(lambda: self._summarise_again(chosen))
         self.scoring = chosen
 

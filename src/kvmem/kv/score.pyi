@@ -38,4 +38,5 @@ def score_blocks(
     head_slices: int = 1,
     tail_slices: int = 1,
     equal_pairs: bool = False,
+    centring: float = 0,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...

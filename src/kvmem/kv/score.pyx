@@ -2,7 +2,8 @@
 
     p[h,t,s] = softmax over all slices s of (q[h,t] . key[s] * attn_scale)
     score(b) = sum over pairs, heads h of the pair, rows t, slices s in b of w_h * p[h,t,s]^power
-power 2 lets rows that know speak louder than rows that do not; power 1 is attention mass.
+power 2 lets rows that know speak louder than rows that do not; power 1 is attention mass. Rows may
+be centred: what all of them like says little about any of them.
 Source: docs/retrieval.md. The softmax is streamed: each chunk of slices is reduced by its own
 maximum, and rescaled once the whole history's maximum and sum are known.
 """
@@ -284,17 +285,22 @@ def score_slices(
 def score_blocks(
     query, KeySummaries summaries not None, weights=None, int power=2, int threads=DEFAULT_THREADS,
     ScoreScratch scratch=None, int head_slices=1, int tail_slices=1, bint equal_pairs=False,
+    float centring=0,
 ):
     """Score every summarised block with the pairs of the summaries.
 
     query: Query, whose layers hold those of the pairs. weights: f32 [n_pairs] or [n_pairs, group],
     None means 1. Returns (blocks f32 [n_blocks], edges f32 [n_blocks, 2]: the parts of the score in
     the first head_slices and in the last tail_slices of a block). equal_pairs: see score_slices.
+    centring: this part of the mean row of a pair is taken off each of its rows, 0 .. 1; a single
+    row stays as it is.
     """
     if not (1 <= head_slices <= summaries.slices_per_block
             and 1 <= tail_slices <= summaries.slices_per_block):
         raise ValueError(f"head_slices {head_slices} and tail_slices {tail_slices} must be in "
                          f"1 .. {summaries.slices_per_block}")
+    if not 0 <= centring <= 1:
+        raise ValueError(f"centring {centring} must be in 0 .. 1")
     n_pairs = len(summaries.pairs)
     given = np.ones(n_pairs, np.float32) if weights is None else np.asarray(weights, np.float32)
     if given.ndim not in (1, 2) or len(given) != n_pairs or not np.isfinite(given).all():
@@ -307,7 +313,10 @@ def score_blocks(
         scale = summaries.layout.layers[pair.layer].score_scale
         if not np.isfinite(heads).all():
             raise ValueError(f"the query's rows of layer index {pair.layer} are not all finite")
-        rows.append(heads.reshape(n_rows * group, dim) * np.float32(scale))
+        scaled = heads.reshape(n_rows * group, dim) * np.float32(scale)
+        if centring and n_rows > 1:
+            scaled -= np.float32(centring) * scaled.mean(axis=0, dtype=np.float64)
+        rows.append(scaled)
         row_weights.append(np.tile(np.broadcast_to(given[index], group), n_rows))
     slices = score_slices(summaries, rows, row_weights, power, threads, scratch, equal_pairs)
     slices = slices.reshape(summaries.n_blocks, summaries.slices_per_block)

@@ -16,8 +16,8 @@ from kvmem.kv.summary import KeySummaries
 
 __all__ = [
     "DEFAULT_SCORER",
+    "HEADS_CENTRING",
     "SCORERS",
-    "UNCALIBRATED_SLICE_TOKENS",
     "ScoreInputs",
     "Scores",
     "fuse",
@@ -29,8 +29,9 @@ F32 = NDArray[np.float32]
 
 DEFAULT_SCORER = "fused"
 
-# Without calibration all pairs score; slices of 8 halve the bytes (docs/retrieval.md).
-UNCALIBRATED_SLICE_TOKENS = 8
+# The part of a pair's mean row that `heads` takes off each row: a background that every word of a
+# question shares. Chosen among 0, 1/4, 1/2, 3/4 and 1 (docs/retrieval.md).
+HEADS_CENTRING = 0.5
 
 # Damping of reciprocal-rank fusion: a first place counts 1/11. Source: docs/retrieval.md.
 RANK_DAMPING = 10.0
@@ -114,7 +115,7 @@ def _need_heads(name: str, inputs: ScoreInputs) -> tuple[Query, KeySummaries]:
     return inputs.query, inputs.summaries
 
 
-def _attention(name: str, inputs: ScoreInputs, power: int) -> tuple[F32, F32]:
+def _attention(name: str, inputs: ScoreInputs, power: int, centring: float = 0) -> tuple[F32, F32]:
     query, summaries = _need_heads(name, inputs)
     per_block = summaries.slices_per_block
     head, tail = (
@@ -131,12 +132,13 @@ def _attention(name: str, inputs: ScoreInputs, power: int) -> tuple[F32, F32]:
         head,
         tail,
         inputs.equal_pairs,
+        centring,
     )
     return blocks, np.divide(edges, blocks[:, None], np.zeros_like(edges), where=edges > 0)
 
 
 def _heads(name: str, inputs: ScoreInputs) -> tuple[F32, F32]:
-    return _attention(name, inputs, 2)
+    return _attention(name, inputs, 2, HEADS_CENTRING)
 
 
 def _mass(name: str, inputs: ScoreInputs) -> tuple[F32, F32]:
