@@ -63,6 +63,23 @@ def test_drafts_are_counted(handset: Path) -> None:
     assert [r.drafted_tokens for r in plain] == [0] * 4
 
 
+def test_the_chat_task_is_whole_on_a_trained_hybrid(root: Path) -> None:
+    """A long text, questions, code at the end: with drafts of its MTP block, and beside stock."""
+    path = root / "bench" / "recall_model" / "recall-qwen35.gguf"
+    spec = AgentSpec(model=path, task="chat", n_drafts=3, **{**SMALL, "n_tokens": 1536})  # type: ignore[arg-type]
+    records = [*run_agent(spec), *run_agent(replace(spec, system="stock"))]
+    own, stock = summarise_agent(records)
+    assert own.n_tokens == stock.n_tokens
+    for summary in (own, stock):
+        assert summary.rounds == 4
+        assert summary.initial_per_s > 0 and summary.overall_per_s > 0
+        assert summary.decode_per_s > 0 and summary.decode_last_per_s > 0
+        assert (summary.peak_rss_bytes or 0) > 0
+    assert own.accepted_share is not None and 0 <= own.accepted_share <= 1
+    assert own.replay_share is not None and stock.replay_share == 0
+    assert stock.accepted_share is None
+
+
 def record(turn: int, **fields: Any) -> AgentRecord:
     values: dict[str, Any] = {
         "task": "tools", "system": "kvmem", "round": turn, "prompt_tokens": 100 * (turn + 1),
