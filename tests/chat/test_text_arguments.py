@@ -46,7 +46,7 @@ def grammar_of(rendered: RenderedChat) -> str:
     return str(found["grammar"])
 
 
-def calls_of(vocab: Vocab, *tools: Json, n: int = 20, **fields: Any) -> list[tuple[str, Json]]:
+def calls_of(vocab: Vocab, *tools: Json, n: int = 12, **fields: Any) -> list[tuple[str, Json]]:
     """Name and arguments of random calls that the grammar allows."""
     grammar = read_grammar(grammar_of(render(vocab, *tools, **fields)))
     found = []
