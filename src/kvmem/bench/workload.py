@@ -139,12 +139,15 @@ def make_prompt(
 
 @dataclass(frozen=True, slots=True)
 class _Planted:
-    """A statement and the token index after which it is written. fact: -1 for a look-alike."""
+    """A statement and the token index after which it is written.
+
+    fact: -1 for a look-alike. question: what a confirmed fact is asked with; else "".
+    """
 
     at_tokens: int
     statement: str
     fact: int
-    confirmed: bool
+    question: str = ""
 
 
 def _plan(rng: random.Random, facts: Sequence[Fact], n_tokens: int) -> list[_Planted]:
@@ -161,7 +164,7 @@ def _plan(rng: random.Random, facts: Sequence[Fact], n_tokens: int) -> list[_Pla
             int(first + width * (stratum + 0.8 * rng.random())),
             facts[index].statement,
             index,
-            facts[index].confirmed,
+            facts[index].question if facts[index].confirmed else "",
         )
         for stratum, index in enumerate(order)
     ]
@@ -170,11 +173,11 @@ def _plan(rng: random.Random, facts: Sequence[Fact], n_tokens: int) -> list[_Pla
         for part, statement in enumerate(fact.parts):
             left = last - place.at_tokens
             at = place.at_tokens + left * (part + 0.2 + 0.8 * rng.random()) / len(fact.parts)
-            planted.append(_Planted(int(at), statement, place.fact, False))
+            planted.append(_Planted(int(at), statement, place.fact))
         for statement in fact.lookalikes:
             # An old value has to come before its correction.
             stop = place.at_tokens if fact.kind == "updated" else last
-            planted.append(_Planted(rng.randrange(first // 2, stop), statement, -1, False))
+            planted.append(_Planted(rng.randrange(first // 2, stop), statement, -1))
     return sorted(planted, key=lambda item: item.at_tokens)
 
 
@@ -196,7 +199,7 @@ class _Writer:
         closing = self._ids(self.frame.closed)
         self._turn(Turn("system", (generator.opening(),)), waiting=[], spans=spans)
         while len(self.tokens) < self._n_tokens:
-            if self._is_due(waiting) and waiting[0].confirmed:
+            if self._is_due(waiting) and waiting[0].question:
                 self._exchange(waiting.pop(0), spans)
             for turn in generator.turns(rng):
                 self._turn(turn, waiting=waiting, spans=spans)
@@ -214,7 +217,7 @@ class _Writer:
         for piece in turn.pieces:
             self._add(piece)
             # Only user turns state facts; one statement between two pieces of filler.
-            if turn.role == "user" and self._is_due(waiting) and not waiting[0].confirmed:
+            if turn.role == "user" and self._is_due(waiting) and not waiting[0].question:
                 planted = waiting.pop(0)
                 start = len(self.tokens)
                 self._add(planted.statement + "\n")
@@ -223,14 +226,16 @@ class _Writer:
         self._add(self.frame.closed)
 
     def _exchange(self, planted: _Planted, spans: dict[int, list[Span]]) -> None:
-        """The user tells a fact; the assistant repeats it. Both are gold."""
-        self._add(self.frame.open("user") + "Please remember this.\n")
+        """The user tells a fact and then asks for it. All of it is gold."""
+        frame = self.frame
+        self._add(frame.open("user") + "Please remember this.\n")
         start = len(self.tokens)
-        self._add(planted.statement)
-        self._add(self.frame.closed + self.frame.open("assistant"))
-        self._add(planted.statement)
+        self._add(planted.statement + frame.closed)
+        self._add(frame.open("assistant") + planted.statement + frame.closed)
+        self._add(frame.open("user") + planted.question + frame.closed)
+        self._add(frame.open("assistant") + planted.statement)
         spans.setdefault(planted.fact, []).append(Span(start, len(self.tokens)))
-        self._add(self.frame.closed)
+        self._add(frame.closed)
 
     def _add(self, text: str) -> None:
         self.tokens.extend(self._ids(text))

@@ -17,7 +17,8 @@ class Fact:
     value: the answer; `statement` holds it, or the last of `parts`, or they hold it together.
     parts: further statements that the answer needs, told later in the history, in this order.
     lookalikes: statements of the same form about something else, with other values.
-    confirmed: the user tells the fact in a turn of its own and the assistant repeats it.
+    confirmed: the user tells the fact in a turn of its own and asks for it in the next one; the
+        assistant repeats it both times.
     """
 
     kind: str

@@ -38,6 +38,7 @@ SHIPS: Final = (
 CLUBS: Final = ("rowing club", "chess club", "brass band", "garden society")
 TRAINS: Final = ("night train", "mail boat", "express bus", "cable car")
 OFFICES: Final = ("museum", "library", "bank", "post office")
+DISTRICTS: Final = ("island", "valley", "old quarter", "fishing village", "north shore")
 TRADES: Final = ("dentist", "plumber", "tailor", "florist", "locksmith")
 TOWNSFOLK: Final = FIRST[:6]
 """Who the stories are about; each is named in many places of a history."""
@@ -53,18 +54,13 @@ def _clock(rng: random.Random) -> str:
     return f"{rng.randrange(1, 12)}:{rng.randrange(10, 60)}"
 
 
-PLAIN: Final = (
+FORMS: Final = (
     Form.short("code", "access code for the {x}", PLACES, lambda rng: digits(rng, 5)),
     Form.short("height", "height of the {x}", PLACES, lambda rng: digits(rng, 2), " metres"),
     Form.short("phone", "phone number of the {x}", TRADES, lambda rng: f"555-{digits(rng, 4)}"),
     Form.short("year", "founding year of the {x}", CLUBS, lambda rng: f"18{digits(rng, 2)}"),
     Form.short("time", "departure time of the {x}", TRAINS, _clock),
     Form.short("hour", "opening hour of the {x}", OFFICES, _clock),
-)
-"""What a model of 135 million parameters can look up; each kind once in a history."""
-
-FORMS: Final = (
-    *PLAIN,
     Form(
         "person",
         "The person in charge of the {x} is {v}.",
@@ -99,6 +95,17 @@ FORMS: Final = (
     ),
 )
 """Facts that have look-alikes; `updated` below is one more kind."""
+
+PLAIN: Final = (
+    *FORMS[:5],
+    Form.short(
+        "population",
+        "population of the {x}",
+        DISTRICTS,
+        lambda rng: f"{rng.randrange(1, 10)},{digits(rng, 3)}",
+    ),
+)
+"""What a model of 135 million parameters can look up; each kind once in a history."""
 
 PARAPHRASED: Final = (
     (
