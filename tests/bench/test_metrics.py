@@ -41,6 +41,24 @@ def test_value_rows_are_the_last_ones() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "value", "stated"),
+    [
+        ("The height is 67 metres.", "67", True),
+        ("The height is 67.6 metres.", "67", False),
+        ("The height is 167.", "67", False),
+        ("It leaves at 1:15.", "1:15", True),
+        ("It leaves at 1:15:52.", "1:15", False),
+        ("There are 8,765 people", "8,765", True),
+        ("There are 18,765 people", "8,765", False),
+        ("Ask  Marta\nlindqvist!", "Marta Lindqvist", True),
+        ("Martas", "Marta", False),
+    ],
+)
+def test_a_value_is_stated_as_a_whole(text: str, value: str, stated: bool) -> None:
+    assert metrics.states(text, value) is stated
+
+
 def test_kle_is_zero_for_recency_and_one_for_gold() -> None:
     assert metrics.kle(0.8, 0.8, 0.1) == 0.0
     assert metrics.kle(0.1, 0.8, 0.1) == 1.0

@@ -64,7 +64,7 @@ def test_recall_is_what_it_was_and_mixed_up_scores_lose_it(demo_model: Path) -> 
 
 
 def test_the_demo_recalls_what_recency_has_lost(demo_model: Path) -> None:
-    right = {r.name: r.n_right for r in run_demo(DemoSpec(model=demo_model, seed=0))}
+    right = {r.name: r.n_right for r in run_demo(DemoSpec(model=demo_model, seed=4))}
     assert right["full cache"] >= 5
     assert right["kvmem"] >= 5
     assert right["newest blocks"] <= 2

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvmem.bench.generators.harbor import Harbor
 from kvmem.bench.history import EngineHistory, position_scores
-from kvmem.bench.metrics import gold_blocks
+from kvmem.bench.metrics import gold_blocks, states
 from kvmem.bench.workload import Prompt, Question, WorkloadSpec, make_prompt
 from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine import prompt as engine_prompt
@@ -201,7 +201,7 @@ def _asked(
         question=question.text,
         value=question.value_text,
         answer=text,
-        right=question.value_text.lower() in text.lower(),
+        right=states(text, question.value_text),
         visible=tuple(visible),
         gold=tuple(gold_blocks(question.gold, spec.block_tokens).tolist()),
         decode_per_s=decode_per_s,

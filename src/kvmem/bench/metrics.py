@@ -5,6 +5,7 @@ docs/benchmarks.md; the percentile bootstrap over clusters is Efron and Tibshira
 Introduction to the Bootstrap (1993), chapter 13, with prompts as the units that are drawn.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -68,6 +69,16 @@ def top1_agreement(reference: F32, logits: F32) -> float:
 def says_value(logits: F32, value: Sequence[int]) -> bool:
     """Whether each of the last rows has the value's token on top: what greedy decoding says."""
     return bool((logits[-len(value) :].argmax(axis=1) == np.asarray(value)).all())
+
+
+def states(text: str, value: str) -> bool:
+    """Whether the value stands in a text as a whole: 67 does not stand in 67.6, nor 1:15 in 1:15:52.
+
+    Case and runs of white space do not count.
+    """
+    said = " ".join(text.lower().split())
+    wanted = re.escape(" ".join(value.lower().split()))
+    return bool(re.search(rf"(?<!\w)(?<!\d[.,:-]){wanted}(?!\w|[.,:-]\d)", said))
 
 
 def kle(kl: float, kl_recency: float, kl_gold: float) -> float:

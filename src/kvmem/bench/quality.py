@@ -245,7 +245,7 @@ class _QuestionBench:
             rank = metrics.gold_rank(scores.blocks, question.gold, block_tokens)
         found = None
         if outcome.text is not None:
-            found = question.value_text.lower() in outcome.text.lower()
+            found = metrics.states(outcome.text, question.value_text)
         return Record(
             generator=self._prompt.generator,
             seed=self._prompt.seed,
