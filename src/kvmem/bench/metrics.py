@@ -72,7 +72,7 @@ def says_value(logits: F32, value: Sequence[int]) -> bool:
 
 
 def states(text: str, value: str) -> bool:
-    """Whether the value stands in a text as a whole: 67 does not stand in 67.6, nor 1:15 in 1:15:52.
+    """Whether a text states the value as a whole: 67.6 does not state 67, nor 1:15:52 1:15.
 
     Case and runs of white space do not count.
     """
