@@ -58,6 +58,7 @@ def write_handset(
     wrong_drafts: Sequence[int] = (),
     torn_drafts: Sequence[int] = (),
     start: str = "[go]",
+    template: str = tiny_vocab.CHATML_TOOLS,
 ) -> Path:
     """Write the model to `path`, which is returned.
 
@@ -73,7 +74,10 @@ def write_handset(
     add_metadata(writer, SHAPE)
     said = [text for text in script if text not in tiny_vocab.USER_DEFINED]
     ids = tiny_vocab.add_vocabulary(
-        writer, pre="qwen35", extra=(*facts, *asked, *found, "[go]", *dict.fromkeys(said))
+        writer,
+        pre="qwen35",
+        template=template,
+        extra=(*facts, *asked, *found, "[go]", *dict.fromkeys(said)),
     )
     writer.add_vocab_size(len(ids))
     tensors = Tensors(writer, SHAPE.seed)

@@ -143,6 +143,34 @@ def test_no_span_is_claimed_without_proof(
     assert reason in prompt.query_fallback
 
 
+def part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+@pytest.mark.parametrize(
+    ("content", "before"),
+    [
+        ([part("first "), part("second")], "first"),
+        ("some text\n\n<note>now</note>\n", "some text"),
+        ("<a>kept</a> and <note>now</note>", "<a>kept</a> and"),
+        ("<note>all of it</note>", None),
+        ("plain </note>", None),
+        ("plain", None),
+        ([part("one")], None),
+        ([part("one"), part("  ")], None),
+    ],
+)
+def test_where_the_end_of_the_last_message_begins(
+    content: Any, before: str | None, vocab: Vocab
+) -> None:
+    prompt = render(vocab, tiny_vocab.CHATML_TOOLS, [{"role": "user", "content": content}])
+    if before is None:
+        assert prompt.last_part is None
+    else:
+        text = vocab.detokenize(prompt.tokens[: prompt.last_part])
+        assert text.endswith(f"user\n{before}")
+
+
 def test_thinking_and_tools_reach_the_template(vocab: Vocab) -> None:
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
     with ChatTemplate(None, tiny_vocab.CHATML_TOOLS) as template:

@@ -70,16 +70,18 @@ def test_a_state_comes_back_and_later_ones_are_forgotten() -> None:
     assert checkpoints.positions == [10, 20]
 
 
-@pytest.mark.parametrize("is_needed", [False, True])
-def test_the_one_that_a_second_pass_begins_from_stays(is_needed: bool) -> None:
+@pytest.mark.parametrize("name", [None, "needed", "asked"])
+def test_the_one_that_a_second_pass_or_the_next_question_begins_from_stays(
+    name: str | None,
+) -> None:
     """Close to the end and to the one before, it would be the first to go."""
     checkpoints, _, _ = make(limit=4)
     for n_tokens in (100, 800, 960, 970):
         checkpoints.save(n_tokens)
-    if is_needed:
-        checkpoints.needed = 970
+    if name is not None:
+        setattr(checkpoints, name, 970)
     checkpoints.save(1050)
-    assert checkpoints.positions == [100, 800, 970 if is_needed else 960, 1050]
+    assert checkpoints.positions == [100, 800, 960 if name is None else 970, 1050]
 
 
 def test_the_same_point_is_saved_once() -> None:

@@ -157,6 +157,23 @@ def test_a_cancel_behind_the_question_keeps_its_q(kind: str, tiny: Callable[...,
 
 
 @kinds
+def test_a_reminder_in_the_place_of_the_question_costs_it_nothing(
+    kind: str, tiny: Callable[..., Path]
+) -> None:
+    """A chain of tools, a user message behind it, and the chain again without that message."""
+    with record(tiny(kind), conversations=4) as recorded:
+        first = ask(recorded.session, LONG, span=SPAN)
+        chain = LONG + first.tokens + random_tokens(60, seed=2)
+        reminder = random_tokens(20, seed=3)
+        ask(recorded.session, chain + reminder, span=(len(chain), len(chain) + 20))
+        chain += random_tokens(100, seed=4)
+        report = ask(recorded.session, chain, span=SPAN).stats.memory
+        assert report.decision == "cached_query"
+        assert report.replayed_tokens == 0
+        recorded.memory.check(recorded.session.conversations.parked)  # type: ignore[union-attr]
+
+
+@kinds
 def test_legacy_replay_never_skips(kind: str, tiny: Callable[..., Path]) -> None:
     """A chain below one question, short and long: each request reads what is new twice."""
     with record(tiny(kind), query_replay="legacy") as recorded:

@@ -22,10 +22,11 @@ from kvmem.chat.request import ChatRequest
 from kvmem.errors import RequestError
 from kvmem.llama.template import ChatTemplate
 
-__all__ = ["Content", "ContentFinder"]
+__all__ = ["Content", "ContentFinder", "find_last_part"]
 
 # A template may take such a user message for a tool's reply, by its first characters.
 TOOL_REPLY_TAG: Final = "<tool_response>"
+TAG_AT_END: Final = re.compile(r"</([\w-]{1,64})>\s*\Z")
 # A content at least this long is not rendered again to be found.
 HIDDEN_CHARS: Final = 256
 # Prompts that are remembered, and their characters in all.
@@ -273,3 +274,33 @@ def _as_shown(text: str, cursor: int, inside: str, after: str) -> str | None:
         if text.startswith(shown + after, cursor):
             return shown
     return None
+
+
+def find_last_part(
+    messages: Sequence[Message], contents: Sequence[Content], text: str
+) -> int | None:
+    """Bytes in front of the last part of the last message, if it has several, or in front of what
+    stands in tags at its end: clients put there what is another text at the next turn.
+    """
+    if not contents or contents[-1].index != len(messages) - 1:
+        return None
+    last = contents[-1]
+    message = messages[last.index]
+    part = _end_of_its_own(message)
+    shown = text[max(0, last.end - len(message.text)) : last.end]
+    if not part or not shown.rstrip().endswith(part):
+        return None
+    # without the part, the line break in front of it may be another one
+    before = shown.rstrip()[: -len(part)].rstrip()
+    found = last.stop - len(shown[len(before) :].encode())
+    return found if found > last.start else None
+
+
+def _end_of_its_own(message: Message) -> str:
+    """The last part, or what stands in tags at the end of the only one; empty if that is all."""
+    *others, part = message.parts or ("",)
+    if others:
+        return part.strip()
+    closing = TAG_AT_END.search(part)
+    start = part.rfind(f"<{closing[1]}>") if closing else 0
+    return part[start:].strip() if start > 0 else ""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvmem.chat.binding import bind, find_thinking
-from kvmem.chat.contents import ContentFinder
+from kvmem.chat.contents import ContentFinder, find_last_part
 from kvmem.chat.format import Demands, Parameters, TemplateFormat
 from kvmem.chat.reply import Parser, PlainParser, ReplyReader, ThinkingTags
 from kvmem.chat.request import ChatRequest
@@ -136,6 +136,7 @@ class ChatRenderer:
         query_span = None if query is None else spans[contents.index(query)]
         if query_span is not None and len(query_span) == 0:
             query_span, fallback = None, "the last user message has no token of its own"
+        last = find_last_part(request.messages, contents, text)
         return Prompt(
             tokens=tokens,
             spans=tuple(
@@ -143,6 +144,7 @@ class ChatRenderer:
                 for c, span in zip(contents, spans, strict=True)
             ),
             query_span=query_span,
+            last_part=None if last is None else int(np.searchsorted(tokenized.ends, last, "right")),
             query_fallback=fallback,
             conversation_id=request.conversation_id,
             is_read_anew=not request.uses_cache,

@@ -46,8 +46,9 @@ class Checkpoints:
     limit: how many are kept. When one too many is saved, the least missed one goes (see
     `_least_missed`), so that they stand densely where a history changes again and again, near its
     end, and thinly far behind.
-    needed: tokens before the one that a second pass may begin from: it stays until it is the last
-    that could go.
+    needed: tokens before the one that a second pass may begin from. asked: before the one at the
+    end of the last question, behind which a template writes the chain of tools anew once the next
+    question comes. Both stay until they are the last that could go.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Checkpoints:
         self._spare = [] if spare is None else spare
         self._make_room = make_room
         self.needed = 0
+        self.asked = 0
 
     def __len__(self) -> int:
         return len(self._saved)
@@ -180,11 +182,11 @@ class Checkpoints:
         A history that changes right behind a checkpoint at h is read again from h to its end at e.
         Without that checkpoint the way begins at the one before, at b: it is (e - b) / (e - h)
         times as long. The smallest ratio goes. The newest stays, and so does the first: other
-        conversations begin with the same system prompt. The needed one goes last.
+        conversations begin with the same system prompt. What is needed and what was asked go last.
         """
         *behind, end = self.positions
         ratios = [
-            inf if here == self.needed else (end - before) / (end - here)
+            inf if here in (self.needed, self.asked) else (end - before) / (end - here)
             for before, here in pairwise(behind)
         ]
         return 1 + ratios.index(min(ratios)) if ratios else 0

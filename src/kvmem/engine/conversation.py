@@ -16,6 +16,8 @@ __all__ = ["Conversation", "LastPrompt", "Question", "Window"]
 
 I32 = NDArray[np.int32]
 
+MAX_KNOWN = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -53,6 +55,8 @@ class LastPrompt:
 class Conversation:
     """Everything that leaves the device with a history, and comes back with it.
 
+    question: the one that the newest window is of. known: those whose Q is at hand, the newest
+    first: an agent may put a reminder in the place of the last user message, and take it back.
     client_id: what a client calls it; None if it did not say. used: when, on the clock of requests.
     is_superseded: a branch went on where this one stopped, so it is the first to leave.
     """
@@ -62,6 +66,7 @@ class Conversation:
     lexical: LexicalIndex
     checkpoints: Checkpoints
     question: Question | None = None
+    known: tuple[Question, ...] = ()
     window: Window | None = None
     client_id: str | None = None
     number: int = 0
@@ -72,3 +77,9 @@ class Conversation:
     @property
     def n_tokens(self) -> int:
         return self.history.n_tokens
+
+    def ask(self, question: Question) -> None:
+        """It is the one that is asked now."""
+        self.question = question
+        others = tuple(one for one in self.known if one.span != question.span)
+        self.known = (question, *others)[:MAX_KNOWN]

@@ -65,6 +65,10 @@ class Conversations:
         return len(self._parked) + 1
 
     @property
+    def _all(self) -> tuple[Conversation, ...]:
+        return (self._memory.active, *self._parked)
+
+    @property
     def parked(self) -> tuple[Conversation, ...]:
         """Those that are not on the device."""
         return tuple(self._parked)
@@ -72,7 +76,8 @@ class Conversations:
     def enter(self, prompt: Prompt, tokens: I32, report: MemoryReport) -> int:
         """Put the conversation that this prompt goes on on the device, cut back to where they part.
 
-        Returns how many tokens they have in common; a hybrid may have been cut back further.
+        Returns how many tokens they have in common; a hybrid may have been cut back further, or
+        begin anew and save its state there for the next one that begins like this.
 
         Raises CapacityError, TransferError: every conversation is whole, or gone.
         """
@@ -83,8 +88,10 @@ class Conversations:
         use = self._choose(best, prompt, shared, kept)
         if prompt.is_read_anew:
             use, kept = self._forget_known(use, best), 0
-        if use == "new" or prompt.is_read_anew:
+        if prompt.is_read_anew:
             shared = 0
+        elif use == "new":
+            shared = self._begins_like(tokens)
         self._needed = None if use == "new" else best
         try:
             self._enter(use, best, prompt, kept, report)
@@ -115,7 +122,7 @@ class Conversations:
                 n_shared=one.history.n_shared,
                 checkpoints=tuple(one.checkpoints.positions),
             )
-            for one in sorted((memory.active, *self._parked), key=lambda one: -one.used)
+            for one in sorted(self._all, key=lambda one: -one.used)
         )
 
     def clear(self) -> None:
@@ -125,6 +132,7 @@ class Conversations:
         memory = self._memory
         memory.clear()
         memory.active.question = memory.active.window = memory.active.client_id = None
+        memory.active.known = ()
         memory.active.is_superseded = False
         memory.active.last = LastPrompt()
         self._tidy()
@@ -149,13 +157,19 @@ class Conversations:
         memory = self._memory
         limit = len(tokens) - 1  # the last one is read again: its logits are wanted
         found: list[tuple[tuple[int, bool, int], Conversation, int, int]] = []
-        for one in (memory.active, *self._parked):
+        for one in self._all:
             shared = min(common_prefix(one.history.tokens, tokens), limit)
             kept = self._restorable(one, shared)
             worth = kept + memory.block_tokens * self._goes_on(one, prompt, shared)
             found.append(((worth, self._is_own(one, prompt), one.used), one, shared, kept))
         _, best, shared, kept = max(found, key=lambda item: item[0])
         return best, shared, kept
+
+    def _begins_like(self, tokens: I32) -> int:
+        """Tokens that some conversation begins with, too, if they are a block or more."""
+        found = (common_prefix(one.history.tokens, tokens) for one in self._all)
+        shared = min(max(found), len(tokens) - 1)
+        return shared if shared >= self._memory.block_tokens else 0
 
     def _is_own(self, one: Conversation, prompt: Prompt) -> bool:
         return prompt.conversation_id is not None and one.client_id == prompt.conversation_id

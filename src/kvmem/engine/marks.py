@@ -35,22 +35,29 @@ def generation_start(prompt: Prompt) -> int:
 def find_marks(prompt: Prompt, *, shared: int) -> Marks:
     """The points of a prompt that leaves the history before it after ``shared`` tokens.
 
-    - The end of the system message: other conversations share it.
+    - The end of what the system message opens, other conversations share it: where the first
+      user's text begins, as a template may list the tools in between.
     - Where this prompt leaves the one before: agents change the end of a prompt again and again.
     - The end of the message before the question, rather than the question's first token: its role
       may change, too, and the role stands in front.
+    - The last part of the last message, where it has several: a reminder that is replaced.
     - The end of the last message. The generation prompt behind it is another one when the reply
       comes back as history: a template may open a thinking block there, and drop it later.
     """
     n_tokens = len(prompt.tokens)
     spans = [item.span for item in prompt.spans]
     points = {shared}
+    before = [span.stop for span in spans]
     if prompt.spans and prompt.spans[0].role in ("system", "developer"):
-        points.add(spans[0].stop)
+        has_user = len(spans) > 1 and prompt.spans[1].role == "user"
+        before[0] = spans[1].start if has_user else spans[0].stop
+        points.add(before[0])
     question = None
     if prompt.query_span is not None:
         start = prompt.query_span.start
-        question = max((span.stop for span in spans if span.stop <= start), default=start)
+        question = max((end for end in before if end <= start), default=start)
         points.add(question)
     points.add(generation_start(prompt))
+    if prompt.last_part is not None:
+        points.add(prompt.last_part)
     return Marks(tuple(sorted(p for p in points if 0 < p < n_tokens)), question)

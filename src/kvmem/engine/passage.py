@@ -61,7 +61,7 @@ class Passage:
         seal, keep: as in TieredMemory.read.
         """
         memory = self.memory
-        marks = [point for point in self.marks.points if memory.n_tokens < point < stop]
+        marks = [point for point in self.marks.points if memory.n_tokens < point <= stop]
         for point in (*marks, stop):
             while memory.n_tokens < point:
                 start = memory.n_tokens
@@ -75,7 +75,7 @@ class Passage:
                     self.report.read_tokens += end - start
                 self._n_shown = max(self._n_shown, end)
                 yield PromptProgress(self._n_shown, len(self.tokens))
-            if point < stop:
+            if point in marks:
                 memory.save_checkpoint()
 
     def choose(self, query: Query | None, start: int, *, keep_from: int | None = None) -> I32:

@@ -83,6 +83,8 @@ class Prompt:
 
     spans: contents of the messages that were found in the rendered text, in order.
     query_span: content of the last user message; None where it could not be found.
+    last_part: where the last of several parts of the last message begins, or a tagged text at its
+        end, in tokens: clients put there what is another text at the next turn. None for neither.
     query_fallback: why query_span is None, for the memory report; empty otherwise.
     conversation_id: what the client calls the conversation; a hint.
     is_read_anew: nothing that is known of it is used.
@@ -91,6 +93,7 @@ class Prompt:
     tokens: Sequence[int]
     spans: tuple[RoleSpan, ...] = ()
     query_span: Span | None = None
+    last_part: int | None = None
     query_fallback: str = ""
     conversation_id: str | None = None
     is_read_anew: bool = False

@@ -62,6 +62,8 @@ class PromptReader:
         marks = Marks()
         if memory.is_hybrid:
             marks = find_marks(prompt, shared=0 if is_repeated else shared)
+            if prompt.query_span is not None:
+                memory.checkpoints.asked = prompt.query_span.stop
         passage = Passage(memory, tokens, marks, report, cancel)
         report.scorer = memory.scorer
         report.scoring = str(memory.scoring)
@@ -91,16 +93,20 @@ class PromptReader:
     # What is known
 
     def _is_known(self, span: Span | None, tokens: I32, shared: int) -> bool:
-        """Whether the prompt continues below the question whose Q is at hand, word by word."""
-        question, memory = self._question, self._memory
-        return (
-            span is not None
-            and question is not None
-            and span == question.span
-            and question.query.covers(memory.summaries.pairs)
-            and span.stop <= shared
-            and np.array_equal(question.prefix, tokens[: span.stop])
-        )
+        """Whether the prompt continues below a question whose Q is at hand, word by word: that one
+        is asked again.
+        """
+        memory = self._memory
+        for question in memory.active.known:
+            if (
+                span == question.span
+                and question.query.covers(memory.summaries.pairs)
+                and question.span.stop <= shared
+                and np.array_equal(question.prefix, tokens[: question.span.stop])
+            ):
+                memory.active.ask(question)
+                return True
+        return False
 
     def _is_repeated(self, tokens: I32, shared: int) -> bool:
         """Whether the newest prompt is asked again and can be shown the same blocks."""
@@ -137,7 +143,7 @@ class PromptReader:
 
     def _learn(self, query: Query, passage: Passage, span: Span) -> None:
         prefix = passage.tokens[: span.stop].copy()
-        self._memory.active.question = Question(query, span, prefix)
+        self._memory.active.ask(Question(query, span, prefix))
 
     # The decisions: each reads the prompt to its end. The first three choose nothing.
 

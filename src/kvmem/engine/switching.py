@@ -27,6 +27,7 @@ def branch(memory: TieredMemory, source: Conversation, n_tokens: int) -> Convers
         lexical=source.lexical.branch(n_blocks),
         checkpoints=source.checkpoints.branch(n_tokens),
         question=source.question,
+        known=source.known,
     )
 
 
