@@ -4,12 +4,15 @@ import json
 
 cimport cython
 
-from kvmem.errors import CapacityError, RequestError, StateError
+from kvmem.errors import StateError
 from kvmem.llama cimport c_bridge as c
+from kvmem.llama.bridge cimport as_json, take
 from kvmem.llama.model cimport Model
 from kvmem.llama.template cimport ChatTemplate
 
 __all__ = ["ReplyParser"]
+
+cdef str REFUSED = "the chat template refuses the messages: "
 
 
 @cython.final
@@ -31,9 +34,9 @@ cdef class ReplyParser:
     def __init__(
         self, ChatTemplate template not None, Model model not None, request not None
     ):
-        cdef bytes data
-        cdef const char *chars
-        cdef size_t n_chars
+        cdef bytes data = as_json(request, "messages")
+        cdef const char *chars = data
+        cdef size_t n_chars = len(data)
         cdef char *text = NULL
         cdef size_t n_text = 0
         cdef const c.kvmem_chat *chat = template.get()
@@ -41,16 +44,10 @@ cdef class ReplyParser:
         cdef int status
         if self._ptr != NULL:
             raise StateError("a ReplyParser is made once")
-        try:
-            data = json.dumps(request, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(f"the messages cannot be written as JSON: {error}") from None
-        chars = data
-        n_chars = len(data)
         with nogil:
             status = c.kvmem_reply_init(
                 chat, handle, chars, n_chars, &self._ptr, &text, &n_text)
-        self.rendered = _take(status, text, n_text, "the chat template refuses the messages")
+        self.rendered = json.loads(take(status, text, n_text, REFUSED, ""))
 
     def __dealloc__(self):
         c.kvmem_reply_free(self._ptr)
@@ -83,7 +80,7 @@ cdef class ReplyParser:
         cdef int status
         with nogil:
             status = c.kvmem_reply_feed(handle, chars, n_chars, &delta, &n_delta)
-        return _take(status, delta, n_delta, "the reply cannot be read")
+        return _delta(status, delta, n_delta)
 
     def finish(self, *, bint is_cut=False):
         """The end, with what was held back. is_cut: not the model ended the reply."""
@@ -96,19 +93,10 @@ cdef class ReplyParser:
             ending = c.KVMEM_REPLY_CUT
         with nogil:
             status = c.kvmem_reply_finish(handle, ending, &delta, &n_delta)
-        return _take(status, delta, n_delta, "the reply cannot be read")
+        return _delta(status, delta, n_delta)
 
 
-cdef dict _take(int status, char *text, size_t n_text, what):
-    """The JSON object that the bridge handed out, empty for none, or what it complains of."""
-    if status != c.KVMEM_BRIDGE_OK:
-        reason = c.kvmem_bridge_last_error().decode("utf-8", "replace")
-        if status == c.KVMEM_BRIDGE_ERR_MEMORY:
-            raise CapacityError(reason)
-        raise RequestError(f"{what}: {reason}")
-    if text == NULL:
-        return {}
-    try:
-        return json.loads(text[:n_text])
-    finally:
-        c.kvmem_bridge_text_free(text)
+cdef dict _delta(int status, char *text, size_t n_text):
+    """What the bridge says that the text adds, empty for nothing."""
+    data = take(status, text, n_text, "the reply cannot be read: ", "")
+    return json.loads(data) if data else {}

@@ -6,13 +6,17 @@ cimport cython
 import numpy as np
 from libc.stdint cimport int32_t
 
-from kvmem.errors import CapacityError, EngineError, RequestError, StateError
+from kvmem.errors import StateError
 from kvmem.llama cimport c_bridge as c
+from kvmem.llama.bridge cimport as_json, check, take
 from kvmem.llama.c_llama cimport llama_context, llama_model
 from kvmem.llama.context cimport Context
 from kvmem.llama.model cimport Model
 
 __all__ = ["Sampler", "describe_sampling"]
+
+cdef str WHAT = "sampling parameters"
+cdef str FAILED = "sampling failed: "
 
 
 @cython.final
@@ -34,20 +38,17 @@ cdef class Sampler:
     """
 
     def __init__(self, Model model not None, params=None):
-        cdef bytes data
-        cdef const char *chars
-        cdef size_t n_chars
+        cdef bytes data = as_json(dict(params or {}), WHAT)
+        cdef const char *chars = data
+        cdef size_t n_chars = len(data)
         cdef const llama_model *handle = model.get()
         cdef int status
         if self._ptr != NULL:
             raise StateError("a Sampler is made once")
-        data = _as_json(params)
-        chars = data
-        n_chars = len(data)
         self.model = model
         with nogil:
             status = c.kvmem_sampler_init(handle, chars, n_chars, &self._ptr)
-        _check(status)
+        check(status, "", FAILED)
 
     def __dealloc__(self):
         c.kvmem_sampler_free(self._ptr)
@@ -84,7 +85,7 @@ cdef class Sampler:
         cdef int status
         with nogil:
             status = c.kvmem_sampler_sample(handle, ctx, row, &token)
-        _check(status)
+        check(status, "", FAILED)
         return token
 
     def candidates(self, int n_most):
@@ -98,12 +99,12 @@ cdef class Sampler:
         chances = np.empty(n + 1, np.float32)
         cdef int32_t[::1] token_view = tokens
         cdef float[::1] chance_view = chances
-        _check(c.kvmem_sampler_candidates(handle, &token_view[0], &chance_view[0], &n))
+        check(c.kvmem_sampler_candidates(handle, &token_view[0], &chance_view[0], &n), "", FAILED)
         return list(zip(tokens[:n].tolist(), chances[:n].tolist(), strict=True))
 
     def accept(self, int token, *, bint is_generated=True):
         """Put ``token`` into the penalty history; a generated one also advances the grammar."""
-        _check(c.kvmem_sampler_accept(self.get(), token, is_generated))
+        check(c.kvmem_sampler_accept(self.get(), token, is_generated), "", FAILED)
 
     def accept_prompt(self, const int32_t[::1] tokens not None):
         """Put a prompt's tokens (int32) into the penalty history."""
@@ -114,13 +115,13 @@ cdef class Sampler:
             return
         with nogil:
             status = c.kvmem_sampler_accept_prompt(handle, &tokens[0], n_tokens)
-        _check(status)
+        check(status, "", FAILED)
 
     def clone(self):
         """An independent copy, random state included: both choose alike from here on."""
         cdef Sampler copy = Sampler.__new__(Sampler)
         copy.model = self.model
-        _check(c.kvmem_sampler_clone(self.get(), &copy._ptr))
+        check(c.kvmem_sampler_clone(self.get(), &copy._ptr), "", FAILED)
         return copy
 
     @property
@@ -137,7 +138,7 @@ def describe_sampling(Model model not None, params=None):
     Raises:
         RequestError: as Sampler.
     """
-    cdef bytes data = _as_json(params)
+    cdef bytes data = as_json(dict(params or {}), WHAT)
     cdef const char *chars = data
     cdef size_t n_chars = len(data)
     cdef const llama_model *handle = model.get()
@@ -146,27 +147,4 @@ def describe_sampling(Model model not None, params=None):
     cdef int status
     with nogil:
         status = c.kvmem_sampler_describe(handle, chars, n_chars, &text, &n_text)
-    _check(status)
-    try:
-        return json.loads(text[:n_text])
-    finally:
-        c.kvmem_bridge_text_free(text)
-
-
-def _as_json(params):
-    try:
-        return json.dumps(dict(params or {}), allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        reason = f"the sampling parameters cannot be written as JSON: {error}"
-        raise RequestError(reason) from None
-
-
-cdef int _check(int status) except -1:
-    if status == c.KVMEM_BRIDGE_OK:
-        return 0
-    reason = c.kvmem_bridge_last_error().decode("utf-8", "replace")
-    if status == c.KVMEM_BRIDGE_ERR_INVALID:
-        raise RequestError(reason)
-    if status == c.KVMEM_BRIDGE_ERR_MEMORY:
-        raise CapacityError(reason)
-    raise EngineError(f"sampling failed: {reason}")
+    return json.loads(take(status, text, n_text, "", FAILED))

@@ -4,12 +4,15 @@ import json
 
 cimport cython
 
-from kvmem.errors import CapacityError, ModelError, RequestError, StateError
+from kvmem.errors import ModelError, StateError
 from kvmem.llama cimport c_bridge as c
+from kvmem.llama.bridge cimport as_json, check, last_error, take
 from kvmem.llama.c_llama cimport llama_model
 from kvmem.llama.model cimport Model
 
 __all__ = ["ChatTemplate"]
+
+cdef str REFUSED = "the chat template refuses the messages: "
 
 
 @cython.final
@@ -36,13 +39,12 @@ cdef class ChatTemplate:
             handle = model.get()
         with nogil:
             status = c.kvmem_chat_init(handle, chars, n_chars, &self._ptr)
-        if status == c.KVMEM_BRIDGE_ERR_MEMORY:
-            raise CapacityError(_last_error())
-        if status != c.KVMEM_BRIDGE_OK:
-            reason = _last_error()
+        if status not in (c.KVMEM_BRIDGE_OK, c.KVMEM_BRIDGE_ERR_MEMORY):
+            reason = last_error()
             if reason == "std::exception":  # the lexer's, which says no more
                 reason = "it is no Jinja that can be read; try another --chat-template"
             raise ModelError(f"the chat template cannot be used: {reason}")
+        check(status, "", "")
 
     def __dealloc__(self):
         c.kvmem_chat_free(self._ptr)
@@ -72,7 +74,7 @@ cdef class ChatTemplate:
         cdef int status
         with nogil:
             status = c.kvmem_chat_info(handle, &text, &n_text)
-        return _take(status, text, n_text)
+        return json.loads(take(status, text, n_text, REFUSED, ""))
 
     def render(self, request not None):
         """Render a request; its fields and those of the result are listed in kvmem-bridge.h.
@@ -80,35 +82,13 @@ cdef class ChatTemplate:
         Raises:
             RequestError: messages, tools or arguments that the template refuses, with its reason.
         """
-        cdef bytes data
-        cdef const char *chars
-        cdef size_t n_chars
+        cdef bytes data = as_json(request, "messages")
+        cdef const char *chars = data
+        cdef size_t n_chars = len(data)
         cdef char *text = NULL
         cdef size_t n_text = 0
         cdef c.kvmem_chat *handle = self.get()
         cdef int status
-        try:
-            data = json.dumps(request, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(f"the messages cannot be written as JSON: {error}") from None
-        chars = data
-        n_chars = len(data)
         with nogil:
             status = c.kvmem_chat_render(handle, chars, n_chars, &text, &n_text)
-        return _take(status, text, n_text)
-
-
-cdef _take(int status, char *text, size_t n_text):
-    """The JSON object that the bridge handed out, or what it complains of."""
-    if status == c.KVMEM_BRIDGE_ERR_MEMORY:
-        raise CapacityError(_last_error())
-    if status != c.KVMEM_BRIDGE_OK:
-        raise RequestError(f"the chat template refuses the messages: {_last_error()}")
-    try:
-        return json.loads(text[:n_text])
-    finally:
-        c.kvmem_bridge_text_free(text)
-
-
-cdef _last_error():
-    return c.kvmem_bridge_last_error().decode("utf-8", "replace")
+        return json.loads(take(status, text, n_text, REFUSED, ""))
