@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Option
 
-from kvmem.bench import demo_model
 from kvmem.bench.agent import (
     TASKS,
     AgentRecord,
@@ -35,31 +34,32 @@ from kvmem.bench.saved import load_runs
 from kvmem.bench.speed import RequestRecord, SpeedRecord, SpeedSpec, run_speed
 from kvmem.bench.speed_summary import ratios, request_rows, speed_rows
 from kvmem.bench.summary import gates, summarise
+from kvmem.cli.bench_options import (
+    Batch,
+    Block,
+    Budget,
+    Json,
+    KvDtype,
+    Layers,
+    Model,
+    Out,
+    Shuffle,
+    Threads,
+    Ubatch,
+    model_or_demo,
+)
 from kvmem.cli.progress import progress, table_console
 from kvmem.cli.quality import quality
-from kvmem.config import KvType
 from kvmem.errors import ConfigError
 
 bench = typer.Typer(help="Measure recall and speed.", rich_markup_mode=None)
 bench.command()(quality)
 
-Model = Annotated[
-    Path | None, Option("-m", "--model", help="GGUF file. Left out: the demo model, fetched once.")
-]
-Threads = Annotated[int, Option("-t", "--threads", help="Threads; 0 for all cores.")]
-Layers = Annotated[int, Option("-ngl", "--n-gpu-layers", help="Layers on the GPU; -1 for all.")]
-Out = Annotated[
-    Path | None, Option("-o", "--out", help="Write raw records to this file as JSON lines.")
-]
-Batch = Annotated[int, Option("-b", "--batch-size", help="Tokens of a decode call.")]
-Ubatch = Annotated[int, Option("-ub", "--ubatch-size", help="Tokens of a graph.")]
-KvDtype = Annotated[KvType, Option("--kv-dtype", help="Type of K and V.")]
 Plots = Annotated[
     Path | None, Option(help="Draw the run to this file, as .png and as .svg (needs matplotlib).")
 ]
 Url = Annotated[str | None, Option(help="Measure the server at this address instead of a model.")]
 ApiKey = Annotated[str | None, Option(help="The server's key.")]
-Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 
 
 @bench.command()
@@ -72,9 +72,9 @@ def recall(
     tokens: Annotated[int, Option(help="Length of each history.")] = 3072,
     prompts: Annotated[int, Option(help="Histories; each has eight questions.")] = 8,
     seed: Annotated[int, Option(help="Seed of the first history.")] = 0,
-    budget: Annotated[int, Option("--kvmem-budget", help="Tokens that are visible.")] = 512,
-    block: Annotated[int, Option("--kvmem-block-tokens", help="Tokens of a block.")] = 32,
-    kv_dtype: Annotated[KvType, Option("--kv-dtype", help="Type of K and V.")] = "q8_0",
+    budget: Budget = 512,
+    block: Block = 32,
+    kv_dtype: KvDtype = "q8_0",
     scorer: Annotated[
         list[str] | None,
         Option(
@@ -86,9 +86,7 @@ def recall(
     free: Annotated[bool, Option("--free", help="Also answer freely, without a forced start.")] = (
         False
     ),
-    shuffle: Annotated[
-        bool, Option("--shuffle", help="Control: mix up the blocks' scores; recall must be lost.")
-    ] = False,
+    shuffle: Shuffle = False,
     gate: Annotated[
         bool, Option("--gate", help="Exit with 1 unless the bars of the default cell are met.")
     ] = False,
@@ -103,7 +101,7 @@ def recall(
         raise ConfigError("scorer", min(wrong), f"one of {', '.join(sorted(known))}")
     wanted = {*scorer, "recency"} if scorer else known
     spec = RecallSpec(
-        model=_model(model),
+        model=model_or_demo(model),
         generator=generator,
         n_tokens=tokens,
         n_prompts=prompts,
@@ -157,7 +155,7 @@ def speed(
     window: Annotated[
         int, Option("--window-tokens", help="Cells of the full window; 0 for those of the pool.")
     ] = 0,
-    block: Annotated[int, Option("--kvmem-block-tokens", help="Tokens of a block.")] = 32,
+    block: Block = 32,
     prefill: Annotated[int, Option(help="Tokens read in one measurement.")] = 512,
     decode: Annotated[int, Option(help="Tokens written in one measurement.")] = 32,
     repeats: Annotated[int, Option(help="Measured rounds, after one that is thrown away.")] = 5,
@@ -184,7 +182,7 @@ def speed(
         _speed_of_server(remote, url, api_key, out, as_json=as_json)
         return
     spec = SpeedSpec(
-        model=_model(model),
+        model=model_or_demo(model),
         depths=depths,
         pool_tokens=pool,
         reserve_tokens=reserve or None,
@@ -246,9 +244,9 @@ def agent(
     tokens: Annotated[int, Option(help="Length of the history at the end.")] = 6144,
     rounds: Annotated[int, Option(help="Requests of a task.")] = 8,
     reply: Annotated[int, Option(help="Tokens of a reply.")] = 32,
-    budget: Annotated[int, Option("--kvmem-budget", help="Tokens that are visible.")] = 768,
+    budget: Budget = 768,
     reserve: Annotated[int, Option("--kvmem-gen-reserve", help="Cells kept for a reply.")] = 256,
-    block: Annotated[int, Option("--kvmem-block-tokens", help="Tokens of a block.")] = 32,
+    block: Block = 32,
     drafts: Annotated[
         int, Option("--spec-draft-n-max", help="Tokens that the model's MTP block drafts; 0: none.")
     ] = 0,
@@ -267,7 +265,7 @@ def agent(
     if url is not None and (model is not None or stock):
         raise ConfigError("url", url, "given without --model and --stock: the server has its own")
     wanted: list[Task] = [name for name in TASKS if not task or name in task]
-    path = None if url is not None else _model(model)
+    path = None if url is not None else model_or_demo(model)
     base = AgentSpec(
         model=path,
         system="server" if path is None else "kvmem",
@@ -363,11 +361,3 @@ def _print_speed(speeds: list[SpeedRecord], requests: list[RequestRecord], title
     console.print(speed_table(speed_rows(speeds), ratios(speeds), title))
     if requests:
         console.print(request_table(request_rows(requests)))
-
-
-def _model(path: Path | None) -> Path:
-    """The given file, or the demo model."""
-    if path is not None:
-        return path
-    with progress(unit_bytes=True) as report:
-        return demo_model.fetch(report=report)

@@ -1,7 +1,6 @@
 """`kvmem demo`: what kvmem does, on a small real model, in a few minutes."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
@@ -9,29 +8,24 @@ from rich.table import Table
 from rich.text import Text
 from typer import Option
 
-from kvmem.bench import demo_model
 from kvmem.bench.demo import Asked, DemoSpec, Result, run_demo, strip
 from kvmem.bench.record import environment, json_line
+from kvmem.cli.bench_options import Model, Threads, model_or_demo
 from kvmem.cli.progress import progress, table_console
 
 
 def demo(
-    model: Annotated[
-        Path | None,
-        Option("-m", "--model", help="GGUF file. Left out: the demo model, fetched once."),
-    ] = None,
+    model: Model = None,
     seed: Annotated[int, Option(help="Seed of the history.")] = 0,
-    threads: Annotated[int, Option("-t", "--threads", help="Threads; 0 for all cores.")] = 0,
+    threads: Threads = 0,
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Ask for six facts of a history that is six times as long as the device pool.
 
     Then the same with only the newest blocks, and with the full cache of plain llama.cpp.
     """
-    if model is None:
-        with progress(unit_bytes=True) as report:
-            model = demo_model.fetch(report=report)
-    spec = DemoSpec(model=model, seed=seed, n_threads=threads or None)
+    path = model_or_demo(model)
+    spec = DemoSpec(model=path, seed=seed, n_threads=threads or None)
     console = table_console(quiet=as_json)
     console.print(
         f"A history of {spec.n_tokens} tokens with six facts; {spec.budget_tokens} tokens of it "
@@ -47,7 +41,7 @@ def demo(
         )
     console.print(_table(results))
     if as_json:
-        fields = {**environment(model, asdict(spec)), "results": [asdict(r) for r in results]}
+        fields = {**environment(path, asdict(spec)), "results": [asdict(r) for r in results]}
         print(json_line(fields))
 
 

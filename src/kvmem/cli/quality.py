@@ -17,6 +17,7 @@ from kvmem.bench.report import difference_table, part_table, recall_table
 from kvmem.bench.saved import load_recall
 from kvmem.bench.summary import summarise
 from kvmem.bench.sweep import DEFAULT_CELLS, parse_cell, sweep
+from kvmem.cli.bench_options import KvDtype, Layers, Shuffle
 from kvmem.cli.progress import progress, table_console
 from kvmem.config import KvType
 from kvmem.errors import ConfigError
@@ -58,7 +59,7 @@ def quality(
         Path | None,
         Option(help="Questions of your own: conversations (JSON lines) or LongMemEval (.json)."),
     ] = None,
-    kv_dtype: Annotated[KvType, Option("--kv-dtype", help="Type of K and V.")] = "q8_0",
+    kv_dtype: KvDtype = "q8_0",
     recent: Annotated[
         int | None, Option("--kvmem-recent-tokens", help="Always visible newest part.")
     ] = None,
@@ -67,18 +68,14 @@ def quality(
     ] = "auto",
     stock: Annotated[bool, Option("--stock/--no-stock", help="Also plain llama.cpp.")] = True,
     free: Annotated[bool, Option("--free", help="Also answer without a forced start.")] = False,
-    shuffle: Annotated[
-        bool, Option("--shuffle", help="Control: mix up the blocks' scores; recall must be lost.")
-    ] = False,
+    shuffle: Shuffle = False,
     by_chunk: Annotated[
         bool,
         Option("--by-chunk", help="Read each chunk again over the blocks that it asks for."),
     ] = False,
     jobs: Annotated[int, Option(help="Histories at a time, a process each.")] = 1,
     threads: Annotated[int, Option("-t", "--threads", help="Threads of each; 0 for all.")] = 0,
-    n_gpu_layers: Annotated[
-        int, Option("-ngl", "--n-gpu-layers", help="Layers on the GPU; -1 for all.")
-    ] = 0,
+    n_gpu_layers: Layers = 0,
     out: Annotated[
         Path | None, Option("-o", "--out", help="Write raw records here, as they are finished.")
     ] = None,

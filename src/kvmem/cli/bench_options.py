@@ -1,0 +1,51 @@
+"""The options that the commands of `kvmem bench`, and the demo, have in common."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from kvmem.bench import demo_model
+from kvmem.cli.progress import progress
+from kvmem.config import KvType
+
+__all__ = [
+    "Batch",
+    "Block",
+    "Budget",
+    "Json",
+    "KvDtype",
+    "Layers",
+    "Model",
+    "Out",
+    "Shuffle",
+    "Threads",
+    "Ubatch",
+    "model_or_demo",
+]
+
+Model = Annotated[
+    Path | None, Option("-m", "--model", help="GGUF file. Left out: the demo model, fetched once.")
+]
+Threads = Annotated[int, Option("-t", "--threads", help="Threads; 0 for all cores.")]
+Layers = Annotated[int, Option("-ngl", "--n-gpu-layers", help="Layers on the GPU; -1 for all.")]
+KvDtype = Annotated[KvType, Option("--kv-dtype", help="Type of K and V.")]
+Budget = Annotated[int, Option("--kvmem-budget", help="Tokens that are visible.")]
+Block = Annotated[int, Option("--kvmem-block-tokens", help="Tokens of a block.")]
+Batch = Annotated[int, Option("-b", "--batch-size", help="Tokens of a decode call.")]
+Ubatch = Annotated[int, Option("-ub", "--ubatch-size", help="Tokens of a graph.")]
+Shuffle = Annotated[
+    bool, Option("--shuffle", help="Control: mix up the blocks' scores; recall must be lost.")
+]
+Out = Annotated[
+    Path | None, Option("-o", "--out", help="Write raw records to this file as JSON lines.")
+]
+Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
+
+
+def model_or_demo(path: Path | None) -> Path:
+    """The given file, or the demo model."""
+    if path is not None:
+        return path
+    with progress(unit_bytes=True) as report:
+        return demo_model.fetch(report=report)
