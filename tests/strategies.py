@@ -10,6 +10,10 @@ from numpy.typing import NDArray
 
 from kvmem.kv.residency import Residency
 
+seeds = st.integers(0, 2**32 - 1)
+faults = st.integers(0, 12).map(lambda n: n if n <= 6 else 0)
+"""Which copy of a call fails; 0: none."""
+
 
 @dataclass
 class Pool:
@@ -23,7 +27,7 @@ class Pool:
 def pools(draw: st.DrawFn, max_blocks: int = 24) -> Pool:
     """Any blocks in any slots of a pool of any regions."""
     residency = Residency(draw(st.integers(1, 8)), draw(st.integers(0, 4)), draw(st.integers(0, 2)))
-    seed = draw(st.integers(0, 2**32 - 1))
+    seed = draw(seeds)
     random = np.random.default_rng(seed)
     n_used = draw(st.integers(0, min(residency.n_slots, max_blocks)))
     blocks = random.permutation(max_blocks)[:n_used].tolist()
@@ -39,7 +43,7 @@ def selections_of(
     draw: st.DrawFn, pool: Pool, n_most: int, max_blocks: int = 24
 ) -> NDArray[np.int32]:
     """Ascending block ids, at most n_most: some that are held and some that are not."""
-    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    random = np.random.default_rng(draw(seeds))
     held = random.permutation(np.array(sorted(pool.held), dtype=np.int32))
     absent = random.permutation(np.setdiff1d(np.arange(max_blocks, dtype=np.int32), held))
     n_held = draw(st.integers(0, min(len(held), n_most)))

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracles import HistoryTwin
+from strategies import faults, seeds
 
 from kvmem.errors import CapacityError, StateError, TransferError
 from kvmem.kv.budget import HostBudget
@@ -18,9 +19,6 @@ from kvmem.kv.working_set import WorkingSet
 ROW_BYTES = (3, 5, 2)
 RECORD_BYTES = 4096
 TABLE_BYTES = 32 * 1024
-
-seeds = st.integers(0, 2**32 - 1)
-faults = st.integers(0, 12).map(lambda n: n if n <= 6 else 0)  # 0: no copy fails
 
 
 class WorkingSetMachine(RuleBasedStateMachine):
