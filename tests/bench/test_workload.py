@@ -11,6 +11,7 @@ from kvmem.bench.generators.base import Generator
 from kvmem.bench.generators.harbor import Harbor
 from kvmem.bench.generators.office import Office
 from kvmem.bench.workload import WorkloadSpec, make_prompt, make_prompts
+from kvmem.errors import ConfigError
 
 GENERATORS: list[Generator] = [Harbor(), Office(), Agent()]
 SEVERAL = {"values", "hop", "count"}
@@ -125,13 +126,20 @@ def test_the_answer_is_prefix_and_value_in_turn(words: Words) -> None:
         assert answer.endswith(f" {question.value_text}")
 
 
-def test_what_cannot_be_generated_is_refused(words: Words) -> None:
-    with pytest.raises(ValueError, match="too few"):
-        make_prompt(Harbor(), words, WorkloadSpec(n_tokens=900), seed=0)
+def test_what_cannot_be_generated_is_refused() -> None:
     for n_facts in (0, 7):
-        with pytest.raises(ValueError, match="n_facts"):
+        with pytest.raises(ConfigError, match="n_facts"):
             WorkloadSpec(n_facts=n_facts)
-    with pytest.raises(ValueError, match="n_paraphrased"):
+    with pytest.raises(ConfigError, match="n_paraphrased"):
         WorkloadSpec(n_paraphrased=6)
-    with pytest.raises(ValueError, match="n_lookalikes"):
+    with pytest.raises(ConfigError, match="n_lookalikes"):
         WorkloadSpec(n_lookalikes=3)
+
+
+@pytest.mark.parametrize("generator", GENERATORS, ids=lambda g: g.name)
+def test_the_shortest_history_is_named_and_can_be_made(generator: Generator, words: Words) -> None:
+    with pytest.raises(ConfigError, match="n_tokens is 1024, but must be at least 1213"):
+        WorkloadSpec(n_tokens=1024)
+    for seed in range(5):
+        prompt = make_prompt(generator, words, WorkloadSpec(n_tokens=1213), seed)
+        assert len(prompt.history) == 1213

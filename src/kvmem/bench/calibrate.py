@@ -59,10 +59,13 @@ class CalibrationSpec:
     def __post_init__(self) -> None:
         if self.n_prompts < 2:
             raise ConfigError("n_prompts", self.n_prompts, "at least 2: some are held out")
-        if self.questions is None and self.budget_tokens >= self.n_tokens:
+        if self.questions is not None:
+            return
+        if self.budget_tokens >= self.n_tokens:
             raise ConfigError(
                 "budget_tokens", self.budget_tokens, f"below n_tokens={self.n_tokens}"
             )
+        WorkloadSpec(n_tokens=self.n_tokens)
 
     def engine(self) -> EngineConfig:
         """A small budget, no calibration: all pairs are summarised."""
@@ -185,11 +188,7 @@ def _read_all(
     if spec.questions is None:
         seeds = range(spec.first_seed, spec.first_seed + spec.n_prompts)
         workload = WorkloadSpec(n_tokens=spec.n_tokens)
-        try:
-            prompts = make_prompts(GENERATORS[spec.generator](), engine.vocab, workload, seeds)
-        except ValueError as error:
-            rule = f"enough for the facts ({error})"
-            raise ConfigError("n_tokens", spec.n_tokens, rule) from None
+        prompts = make_prompts(GENERATORS[spec.generator](), engine.vocab, workload, seeds)
     else:
         prompts = read_conversations(spec.questions, engine)
     folder.mkdir(parents=True, exist_ok=True)

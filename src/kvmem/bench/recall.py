@@ -65,6 +65,17 @@ class RecallSpec:
             raise ConfigError(
                 "budget_tokens", self.budget_tokens, f"below n_tokens={self.n_tokens}"
             )
+        if self.questions is None:
+            self.workload()
+
+    def workload(self) -> WorkloadSpec:
+        """Raises ConfigError: no such history can be made."""
+        return WorkloadSpec(
+            n_tokens=self.n_tokens,
+            n_facts=self.n_facts,
+            n_lookalikes=self.n_lookalikes,
+            n_paraphrased=self.n_paraphrased,
+        )
 
     @property
     def seeds(self) -> range:
@@ -148,10 +159,4 @@ def _prompts(spec: RecallSpec, engine: Engine) -> list[Prompt]:
         if not found:
             raise ConfigError("n_tokens", spec.n_tokens, f"what {spec.questions} has")
         return found[spec.first_seed : spec.first_seed + spec.n_prompts]
-    workload = WorkloadSpec(
-        n_tokens=spec.n_tokens,
-        n_facts=spec.n_facts,
-        n_lookalikes=spec.n_lookalikes,
-        n_paraphrased=spec.n_paraphrased,
-    )
-    return make_prompts(GENERATORS[spec.generator](), engine.vocab, workload, spec.seeds)
+    return make_prompts(GENERATORS[spec.generator](), engine.vocab, spec.workload(), spec.seeds)

@@ -7,16 +7,20 @@ places. Each question comes with its gold span: the tokens that state the fact.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Final, Protocol
 
 from kvmem.bench.generators.base import Fact, Generator, Turn
 from kvmem.engine.prompt import Span
+from kvmem.errors import ConfigError
 
 CLEAR_HEAD: Final = 0.05
 """Share of the history at its start that holds no fact, so that the sink never holds one."""
 CLEAR_TAIL_TOKENS: Final = 768
 """Tokens before the end where the last fact is due. It stands up to a turn later, and still before
 the 512 newest tokens, which a budget of that size holds without any choice."""
+LEAST_FACT_TOKENS: Final = 48
+"""Of the history for each fact, between those."""
 
 
 class Tokenizer(Protocol):
@@ -74,11 +78,28 @@ class WorkloadSpec:
     def __post_init__(self) -> None:
         # What the lists of the shortest generator last for.
         if not 1 <= self.n_facts <= 6:
-            raise ValueError(f"n_facts is {self.n_facts}, but must be from 1 to 6")
+            raise ConfigError("n_facts", self.n_facts, "from 1 to 6")
         if not 0 <= self.n_paraphrased <= 5:
-            raise ValueError(f"n_paraphrased is {self.n_paraphrased}, but must be from 0 to 5")
+            raise ConfigError("n_paraphrased", self.n_paraphrased, "from 0 to 5")
         if not 0 <= self.n_lookalikes <= 2:
-            raise ValueError(f"n_lookalikes is {self.n_lookalikes}, but must be 0, 1 or 2")
+            raise ConfigError("n_lookalikes", self.n_lookalikes, "0, 1 or 2")
+        if self.n_tokens < self.least_tokens:
+            raise ConfigError(
+                "n_tokens",
+                self.n_tokens,
+                f"at least {self.least_tokens}, for {self.n_all_facts} facts with room between "
+                "them and behind them",
+            )
+
+    @property
+    def n_all_facts(self) -> int:
+        return self.n_facts if self.plain else self.n_facts + self.n_paraphrased
+
+    @property
+    def least_tokens(self) -> int:
+        """The shortest history that such facts are planted in."""
+        spread = self.n_all_facts * LEAST_FACT_TOKENS
+        return ceil((CLEAR_TAIL_TOKENS + spread) / (1 - CLEAR_HEAD))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +175,6 @@ def _plan(rng: random.Random, facts: Sequence[Fact], n_tokens: int) -> list[_Pla
     """Spread facts over strata of the history and look-alikes anywhere, in order of place."""
     first = int(n_tokens * CLEAR_HEAD)
     last = n_tokens - CLEAR_TAIL_TOKENS
-    if last - first < 48 * len(facts):
-        raise ValueError(f"{n_tokens} tokens are too few for {len(facts)} facts")
     width = (last - first) / len(facts)
     order = list(range(len(facts)))
     rng.shuffle(order)
@@ -204,7 +223,8 @@ class _Writer:
             for turn in generator.turns(rng):
                 self._turn(turn, waiting=waiting, spans=spans)
         if waiting:
-            raise ValueError(f"{len(waiting)} statements found no place in the history")
+            rule = f"more: {len(waiting)} statements found no place in the history"
+            raise ConfigError("n_tokens", self._n_tokens, rule)
         # Cut inside the last filler and close its turn, so that the length is exact.
         self.tokens[self._n_tokens - len(closing) :] = closing
         return spans
