@@ -285,6 +285,11 @@ class MemoryConfig:
         return max(1, self.sink_tokens // self.block_tokens)
 
     @property
+    def n_slack_blocks(self) -> int:
+        """Slots beyond budget and reserve: ordered placement shifts blocks through a free one."""
+        return 1 if self.ordered else 0
+
+    @property
     def budget_blocks(self) -> int | None:
         """Blocks of the budget; None while it is to be chosen."""
         return None if self.budget_tokens is None else self.budget_tokens // self.block_tokens

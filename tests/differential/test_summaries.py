@@ -91,7 +91,7 @@ def test_stored_keys_give_back_the_projection(
             raw = stored_keys(memory, block, 0).astype(np.float64)
             assert rms(raw - want) / rms(want) > 0.3
 
-        memory.worker.flush()
+        memory.index.flush()
         n_slice = memory.summaries.slice_tokens
         for index, pair in enumerate(memory.summaries.pairs):
             means = expected[:, pair.kv_head].reshape(-1, n_slice, expected.shape[2]).mean(1)

@@ -153,7 +153,7 @@ def test_a_running_session_changes_its_pairs_without_reading(model: Path) -> Non
     made_for(model).save(beside(model))
     with record(model) as recorded:
         ask(recorded.session, tokens, span=(660, 680), max_tokens=1)
-        recorded.memory.worker.flush()
+        recorded.memory.index.flush()
         fresh = [recorded.memory.summaries.keys(i) for i in range(2)]
     assert all(np.array_equal(a, b) for a, b in zip(changed, fresh, strict=True))
 

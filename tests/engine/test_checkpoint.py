@@ -164,6 +164,45 @@ def test_they_give_way_to_what_cannot_be_read_again() -> None:
     assert budget.used == STATE_BYTES
 
 
+def test_what_another_history_holds_too_does_not_give_way() -> None:
+    """It would give nothing back: what goes is the least missed of one's own."""
+    checkpoints, _, budget = make()
+    for n_tokens in (100, 800, 960):
+        checkpoints.save(n_tokens)
+    other = checkpoints.branch(960)
+    for n_tokens in (1000, 1100):
+        checkpoints.save(n_tokens)
+    assert budget.used == 5 * STATE_BYTES
+    assert checkpoints.give_way(least=1)
+    assert (checkpoints.positions, budget.used) == ([100, 800, 960, 1100], 4 * STATE_BYTES)
+    assert not checkpoints.give_way(least=1), "the newest is what a parked history ends with"
+    assert checkpoints.give_way()
+    assert not checkpoints.give_way()
+    assert (checkpoints.positions, other.positions) == ([100, 800, 960], [100, 800, 960])
+    assert budget.used == 3 * STATE_BYTES
+    other.drop_after(100)
+    assert checkpoints.give_way()
+    assert (checkpoints.positions, budget.used) == ([100, 960], 2 * STATE_BYTES)
+
+
+def test_a_save_where_only_shared_ones_are_left_drops_none() -> None:
+    checkpoints, _, _ = make(limit_bytes=2 * STATE_BYTES)
+    for n_tokens in (100, 800):
+        checkpoints.save(n_tokens)
+    other = checkpoints.branch(800)
+    assert not checkpoints.save(900)
+    assert checkpoints.positions == other.positions == [100, 800]
+
+
+def test_those_of_a_history_that_is_lost_are_given_back() -> None:
+    checkpoints, _, budget = make()
+    checkpoints.save(100)
+    other = checkpoints.branch(100)
+    other.save(200)
+    del other
+    assert (budget.used, checkpoints.give_way(), budget.used) == (STATE_BYTES, True, 0)
+
+
 def test_buffers_are_used_again_and_given_back() -> None:
     checkpoints, _, budget = make()
     for n_tokens in (10, 20, 30):

@@ -8,76 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import ENDLESS, Recorded, Reply, make_config, random_tokens, record
+from chats import MANY, OPEN, WHOLE, Chat, conversations_of, generate
+from engines import Recorded, Reply, make_config, random_tokens, record
 from stock import require_tie
 
 from kvmem.engine.calibration import Calibration
-from kvmem.engine.conversations import PARKED_CHECKPOINTS, Conversations
+from kvmem.engine.conversations import PARKED_CHECKPOINTS
 from kvmem.engine.engine import Engine
-from kvmem.engine.events import Done, TokenEvent
-from kvmem.engine.prompt import Prompt, RoleSpan, Span
-from kvmem.engine.sampling import GenerateParams
 from kvmem.engine.session import Session
-from kvmem.errors import CapacityError, ConfigError, TransferError
-from kvmem.llama.context import CancelToken
+from kvmem.errors import CapacityError, ConfigError, DecodeError, TransferError
 
-MANY = {"conversations": 8, "type_k": "f32", "type_v": "f32"}
-WHOLE = {**MANY, "budget_tokens": 2048, "workspace_tokens": 2048}
 KINDS = ["llama", "qwen3", "qwen35", "qwen35moe"]
-OPEN = (1, 2, 3)  # what a template puts in front of a message
-
-
-def conversations_of(session: Session) -> Conversations:
-    assert session.conversations is not None
-    return session.conversations
-
-
-@dataclass
-class Chat:
-    """A client's side of one conversation: messages as tokens, resent in full each turn."""
-
-    system: tuple[int, ...]
-    client_id: str | None = None
-    messages: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
-
-    def prompt(self) -> Prompt:
-        tokens: list[int] = []
-        spans = []
-        for role, text in [("system", self.system), *self.messages]:
-            tokens += OPEN
-            spans.append(RoleSpan(role, Span(len(tokens), len(tokens) + len(text))))
-            tokens += text
-        users = [item.span for item in spans if item.role == "user"]
-        return Prompt(
-            tokens=(*tokens, *OPEN),
-            spans=tuple(spans),
-            query_span=users[-1] if users else None,
-            conversation_id=self.client_id,
-        )
-
-    def ask(
-        self,
-        session: Session,
-        text: tuple[int, ...],
-        *,
-        max_tokens: int = 8,
-        cancel: CancelToken | None = None,
-    ) -> Reply:
-        """One turn: the question, and the reply as the model gave it."""
-        self.messages.append(("user", text))
-        reply = generate(session, self.prompt(), max_tokens, cancel)
-        self.messages.append(("assistant", reply.tokens))
-        return reply
-
-
-def generate(
-    session: Session, prompt: Prompt, max_tokens: int = 8, cancel: CancelToken | None = None
-) -> Reply:
-    params = GenerateParams(sampling=ENDLESS, max_tokens=max_tokens)
-    events = list(session.generate(prompt, params, cancel=cancel))
-    done = events[-1]
-    assert isinstance(done, Done)
-    return Reply(tuple(e.token for e in events if isinstance(e, TokenEvent)), done)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -327,6 +268,29 @@ def test_a_switch_that_fails_loses_nothing(
         assert reply.stats.cached_tokens >= 200
         one.messages[1:] = []
         assert generate(session, one.prompt()).tokens == first.tokens
+
+
+def test_a_request_that_failed_is_not_in_the_report_of_the_next(tiny_qwen35: Path) -> None:
+    with record(tiny_qwen35, **WHOLE) as recorded:
+        session, memory = recorded.session, recorded.memory
+        one, other = Chat(random_tokens(150, 1)), Chat(random_tokens(150, 2))
+        one.ask(session, random_tokens(50, 3))
+        n_tokens = session.n_tokens
+
+        def fail() -> None:
+            memory.note("of the one that failed")
+            memory.store_s = memory.checkpoint_s = 1e6
+            raise DecodeError("by the test")
+
+        recorded.context.on_decode = fail
+        with pytest.raises(DecodeError):
+            other.ask(session, random_tokens(50, 4))
+        recorded.context.on_decode = None
+        told = conversations_of(session).infos
+        assert [info.n_tokens for info in told if not info.is_on_device] == [n_tokens]
+        reply = one.ask(session, random_tokens(20, 5)).stats.memory
+        assert reply.notes == []
+        assert max(reply.times.store_s, reply.times.checkpoint_s) < 1000
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen35"])

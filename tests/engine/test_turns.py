@@ -4,6 +4,7 @@ import asyncio
 import gc
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Thread
@@ -102,14 +103,51 @@ def test_a_thread_that_would_wait_for_itself_is_told(tiny_llama: Path) -> None:
             lambda: ask(session, LONG),
             lambda: session.read(LONG),
             lambda: session.truncate(0),
-            lambda: session.close(),
-            lambda: engine.session(),
-            lambda: engine.close(),
         ):
             with pytest.raises(StateError, match="still open in this thread"):
                 use()
         generation.close()
         assert len(ask(session, LONG).tokens) == 8
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen35"])
+@pytest.mark.parametrize("n_events", [1, 3, 12])
+def test_closing_ends_what_this_thread_has_half_read(
+    n_events: int, kind: str, tiny: Callable[..., Path]
+) -> None:
+    """Wherever it stands: at its start, between two batches of the prompt, in the reply."""
+    for close in (Engine.close, lambda engine: engine.session()):
+        with Engine(make_config(tiny(kind))) as engine:
+            session = engine.session()
+            generation = session.generate(Prompt(tokens=LONG))
+            for _ in range(n_events):
+                next(generation)
+            close(engine)
+            assert list(generation) == []
+            with pytest.raises(StateError, match="the session is closed"):
+                ask(session, LONG)
+            if close is not Engine.close:
+                assert len(ask(engine.session(), LONG).tokens) == 8
+
+
+def test_an_error_in_the_middle_of_a_reply_is_the_one_that_is_told(tiny_llama: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Engine(make_config(tiny_llama)) as engine:
+        for _ in engine.session().generate(Prompt(tokens=LONG)):
+            raise ZeroDivisionError
+
+
+def test_closing_from_within_a_generation_is_refused(tiny_llama: Path) -> None:
+    with record(tiny_llama) as recorded:
+        told: list[str] = []
+
+        def close() -> None:
+            with pytest.raises(StateError) as caught:
+                recorded.engine.close()
+            told.append(str(caught.value))
+
+        recorded.context.on_decode = close
+        assert len(ask(recorded.session, LONG[:50], max_tokens=1).tokens) == 1
+        assert "still open in this thread" in told[0]
 
 
 def test_another_thread_waits_for_an_open_generation(tiny_llama: Path) -> None:

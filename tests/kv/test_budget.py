@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmem.errors import CapacityError
-from kvmem.kv.budget import HostBudget
+from kvmem.kv.budget import Charge, HostBudget
 
 
 @settings(deadline=None)
@@ -47,3 +47,16 @@ def test_a_limit_is_needed() -> None:
         HostBudget(-1)
     with pytest.raises(OverflowError):
         HostBudget(10).charge(-1)
+
+
+def test_a_charge_holds_its_bytes_as_long_as_it_lives() -> None:
+    budget = HostBudget(100)
+    first, second = Charge(budget, 60, "a state"), Charge(budget, 30)
+    with pytest.raises(CapacityError, match="a state needs 11"):
+        Charge(budget, 11, "a state")
+    assert (budget.used, first.n_bytes) == (90, 60)
+    first.release()
+    first.release()
+    assert (budget.used, first.n_bytes) == (30, 0)
+    del second
+    assert budget.used == 0

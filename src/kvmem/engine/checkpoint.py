@@ -4,36 +4,49 @@ Recurrent states by position. A hybrid model can go back to these and nowhere el
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
+from typing import NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.errors import CapacityError
-from kvmem.kv.budget import HostBudget
+from kvmem.kv.budget import Charge, HostBudget
 from kvmem.llama.context import Context
 from kvmem.llama.state import restore_state, save_state, state_bytes
 
-__all__ = ["Checkpoint", "Checkpoints"]
+__all__ = ["Checkpoint", "Checkpoints", "StateBuffer"]
 
 # 150 MiB each on the 27B shape. Enough for the last turn's three, the system prompt, and a spread
 # over what lies between.
 MAX_CHECKPOINTS = 8
 
 
+class StateBuffer(NamedTuple):
+    """Memory for one state, and what counts it against the host limit. state: u8."""
+
+    state: NDArray[np.uint8]
+    charge: Charge
+
+
 @dataclass(slots=True, eq=False)
 class Checkpoint:
     """The state after n_tokens tokens.
 
-    state: u8, with the hidden row of a draft head behind it. n_holders: histories that begin with
-    these tokens.
+    buffer: the state, with the hidden row of a draft head behind it. holders: the histories that
+    begin with these tokens.
     """
 
     n_tokens: int
-    state: NDArray[np.uint8]
-    n_holders: int = 1
+    buffer: StateBuffer
+    holders: "WeakSet[Checkpoints]" = field(default_factory=WeakSet)
+
+    @property
+    def state(self) -> NDArray[np.uint8]:
+        return self.buffer.state
 
 
 class Checkpoints:
@@ -44,7 +57,7 @@ class Checkpoints:
     hidden: f32, what goes back with the state: the row that a draft head goes on from. It is
     written in place.
     limit: how many are kept. When one too many is saved, the least missed one goes (see
-    `_least_missed`), so that they stand densely where a history changes again and again, near its
+    `_by_loss`), so that they stand densely where a history changes again and again, near its
     end, and thinly far behind.
     needed: tokens before the one that a second pass may begin from. asked: before the one at the
     end of the last question, behind which a template writes the chain of tools anew once the next
@@ -57,7 +70,7 @@ class Checkpoints:
         budget: HostBudget,
         limit: int = MAX_CHECKPOINTS,
         *,
-        spare: list[NDArray[np.uint8]] | None = None,
+        spare: list[StateBuffer] | None = None,
         make_room: Callable[[], bool] | None = None,
         hidden: NDArray[np.float32] | None = None,
     ) -> None:
@@ -81,7 +94,8 @@ class Checkpoints:
     @property
     def n_bytes(self) -> int:
         """What is charged for them."""
-        return sum(map(len, [*(saved.state for saved in self._saved), *self._spare]))
+        buffers = [*(saved.buffer for saved in self._saved), *self._spare]
+        return sum(buffer.charge.n_bytes for buffer in buffers)
 
     def save(self, n_tokens: int) -> bool:
         """Keep the state as it is now, after n_tokens tokens.
@@ -97,26 +111,25 @@ class Checkpoints:
         if buffer is None:
             return False
         try:
-            save_state(self._context, buffer[:n_state])
+            save_state(self._context, buffer.state[:n_state])
         except BaseException:
             self._spare.append(buffer)
             raise
-        buffer[n_state:] = self._hidden.view(np.uint8)
-        self._saved.append(Checkpoint(n_tokens, buffer))
+        buffer.state[n_state:] = self._hidden.view(np.uint8)
+        self._hold(Checkpoint(n_tokens, buffer))
         if len(self._saved) > self._limit:
-            self._drop(self._least_missed())
+            self._drop(self._by_loss()[0])
         return True
 
     def give_way(self, *, least: int = 0) -> bool:
         """Give the memory of the least missed one back, for what cannot be read again.
 
-        least: how many stay. Returns False if there is none.
+        least: how many stay, the newest among them. Returns False, and drops none, where that would
+        give nothing back: another history holds them, too.
         """
-        while not self._spare and len(self._saved) > least:
-            self._drop(self._least_missed())  # another history may hold it, too
-        if not self._spare:
+        if not self._spare and not self._spare_one(least):
             return False
-        self._budget.release(len(self._spare.pop()))
+        self._spare.pop().charge.release()
         return True
 
     def branch(self, n_tokens: int) -> "Checkpoints":
@@ -131,8 +144,7 @@ class Checkpoints:
         )
         for saved in self._saved:
             if saved.n_tokens <= n_tokens:
-                saved.n_holders += 1
-                fresh._saved.append(saved)
+                fresh._hold(saved)
         return fresh
 
     def nearest(self, n_tokens: int) -> Checkpoint | None:
@@ -155,44 +167,60 @@ class Checkpoints:
         """Forget all, and give their memory back."""
         self.drop_after(-1)
         while self._spare:
-            self._budget.release(len(self._spare.pop()))
+            self._spare.pop().charge.release()
 
-    def _take_buffer(self, n_bytes: int) -> NDArray[np.uint8] | None:
+    def _take_buffer(self, n_bytes: int) -> StateBuffer | None:
         """A buffer of this size that is charged, or None."""
         while True:
             while self._spare:
                 buffer = self._spare.pop()
-                if len(buffer) == n_bytes:
+                if len(buffer.state) == n_bytes:
                     return buffer
-                self._budget.release(len(buffer))
+                buffer.charge.release()
             try:
-                self._budget.charge(n_bytes, "a checkpoint of the recurrent state")
+                charge = Charge(self._budget, n_bytes, "a checkpoint of the recurrent state")
             except CapacityError:
                 if self._make_room is not None and self._make_room():
                     continue
-                if not self._saved:
+                if not self._spare_one():
                     return None
-                self._drop(self._least_missed())
-                continue
-            return np.empty(n_bytes, np.uint8)
+            else:
+                return StateBuffer(np.empty(n_bytes, np.uint8), charge)
 
-    def _least_missed(self) -> int:
-        """Index of the checkpoint whose loss costs least, in proportion.
+    def _spare_one(self, least: int = 0) -> bool:
+        """Drop the least missed one whose memory no other history holds; False if there is none."""
+        if len(self._saved) <= least:
+            return False
+        order = self._by_loss()
+        for index in order[:-1] if least else order:
+            if len(self._saved[index].holders) == 1:
+                self._drop(index)
+                return True
+        return False
+
+    def _by_loss(self) -> list[int]:
+        """Indices of the checkpoints, the one first whose loss costs least, in proportion.
 
         A history that changes right behind a checkpoint at h is read again from h to its end at e.
         Without that checkpoint the way begins at the one before, at b: it is (e - b) / (e - h)
-        times as long. The smallest ratio goes. The newest stays, and so does the first: other
-        conversations begin with the same system prompt. What is needed and what was asked go last.
+        times as long. The smallest ratio goes first; what is needed and what was asked behind
+        those; then the first: other conversations begin with the same system prompt. The newest
+        goes last.
         """
         *behind, end = self.positions
         ratios = [
             inf if here in (self.needed, self.asked) else (end - before) / (end - here)
             for before, here in pairwise(behind)
         ]
-        return 1 + ratios.index(min(ratios)) if ratios else 0
+        between = sorted(range(len(ratios)), key=ratios.__getitem__)
+        return [*(1 + index for index in between), *([0] if behind else []), len(behind)]
+
+    def _hold(self, checkpoint: Checkpoint) -> None:
+        checkpoint.holders.add(self)
+        self._saved.append(checkpoint)
 
     def _drop(self, index: int) -> None:
         dropped = self._saved.pop(index)
-        dropped.n_holders -= 1
-        if not dropped.n_holders:
-            self._spare.append(dropped.state)
+        dropped.holders.discard(self)
+        if not dropped.holders:
+            self._spare.append(dropped.buffer)

@@ -52,7 +52,7 @@ class Conversations:
         self._limit = limit
         self._host_limit = memory.host.limit
         self._limit_bytes = min(limit_bytes or self._host_limit, self._host_limit)
-        self._parked: list[Conversation] = []
+        self._kept = [memory.active]
         self._needed: Conversation | None = None  # must not leave now
         self._clock = 0
         self._n_made = 1
@@ -62,16 +62,12 @@ class Conversations:
         memory.make_room_on_host = self._make_room
 
     def __len__(self) -> int:
-        return len(self._parked) + 1
-
-    @property
-    def _all(self) -> tuple[Conversation, ...]:
-        return (self._memory.active, *self._parked)
+        return len(self._kept)
 
     @property
     def parked(self) -> tuple[Conversation, ...]:
         """Those that are not on the device."""
-        return tuple(self._parked)
+        return tuple(one for one in self._kept if one is not self._memory.active)
 
     def enter(self, prompt: Prompt, tokens: I32, report: MemoryReport) -> int:
         """Put the conversation that this prompt goes on on the device, cut back to where they part.
@@ -95,6 +91,9 @@ class Conversations:
         self._needed = None if use == "new" else best
         try:
             self._enter(use, best, prompt, kept, report)
+        except BaseException:
+            self.settle()
+            raise
         finally:
             self._needed = None
             self._tidy()
@@ -109,6 +108,16 @@ class Conversations:
         report.times.switch_s += perf_counter() - started
         return shared
 
+    def settle(self) -> None:
+        """Undo what an error or an interrupt has left half done: see TieredMemory.settle."""
+        self._needed = None
+        self._find_active()
+        self._memory.settle()
+        for one in self.parked:
+            if not one.n_tokens:
+                self._forget(one)
+        self._tidy()
+
     def note(self) -> None:
         """Tell those who watch what is kept now."""
         memory = self._memory
@@ -122,13 +131,14 @@ class Conversations:
                 n_shared=one.history.n_shared,
                 checkpoints=tuple(one.checkpoints.positions),
             )
-            for one in sorted(self._all, key=lambda one: -one.used)
+            for one in sorted(self._kept, key=lambda one: -one.used)
         )
 
     def clear(self) -> None:
         """Forget all of them."""
-        while self._parked:
-            self._forget(self._parked[-1])
+        self._find_active()
+        for one in self.parked:
+            self._forget(one)
         memory = self._memory
         memory.clear()
         memory.active.question = memory.active.window = memory.active.client_id = None
@@ -140,10 +150,11 @@ class Conversations:
 
     def check(self) -> None:
         """State every invariant; AssertionError names the broken one."""
-        self._memory.check(self._parked)
+        self._memory.check(self.parked)
+        assert self._memory.active in self._kept
         assert len(self) <= self._limit
-        assert all(one.n_tokens for one in self._parked)
-        if self._parked:
+        assert all(one.n_tokens for one in self.parked)
+        if self.parked:
             assert self._memory.host.used <= self._limit_bytes
 
     # which
@@ -157,7 +168,7 @@ class Conversations:
         memory = self._memory
         limit = len(tokens) - 1  # the last one is read again: its logits are wanted
         found: list[tuple[tuple[int, bool, int], Conversation, int, int]] = []
-        for one in self._all:
+        for one in self._kept:
             shared = min(common_prefix(one.history.tokens, tokens), limit)
             kept = self._restorable(one, shared)
             worth = kept + memory.block_tokens * self._goes_on(one, prompt, shared)
@@ -167,7 +178,7 @@ class Conversations:
 
     def _begins_like(self, tokens: I32) -> int:
         """Tokens that some conversation begins with, too, if they are a block or more."""
-        found = (common_prefix(one.history.tokens, tokens) for one in self._all)
+        found = (common_prefix(one.history.tokens, tokens) for one in self._kept)
         shared = min(max(found), len(tokens) - 1)
         return shared if shared >= self._memory.block_tokens else 0
 
@@ -227,39 +238,42 @@ class Conversations:
             if len(self) >= self._limit:  # the two that are left: one leaves, one is branched from
                 memory.clear()
             target = branch(memory, best, kept) if use == "branched" else memory.new_conversation()
-            self._n_made += 1
-            target.number = self._n_made
-            target.client_id = prompt.conversation_id
-        present = memory.active
+            self._number(target, prompt.conversation_id)
+            self._kept.append(target)
         self._needed = target
-        was_there = target in self._parked
         try:
             self._bound_bytes()
-            if was_there:
-                self._parked.remove(target)
             transfer = switch(memory, target, kept)
         except BaseException:
-            if memory.active is not target and target not in self._parked:
-                if was_there and target.n_tokens:
-                    self._parked.append(target)
-                else:
-                    forget(memory, target)
-            if memory.active is not present:
-                self._keep(present)
+            if use != "switched" and memory.working_set.history is not target.history:
+                self._forget(target)
             raise
-        self._keep(present)
+        for one in self.parked:  # what left without a token
+            if not one.n_tokens:
+                self._forget(one)
         report.blocks_in += transfer.n_in
         report.blocks_out += transfer.n_out
         report.blocks_kept += transfer.n_kept
         report.bytes_in += transfer.bytes_in
         report.bytes_out += transfer.bytes_out
 
-    def _keep(self, one: Conversation) -> None:
-        """It has left the device."""
-        if one.n_tokens:
-            self._parked.append(one)
-        else:
-            forget(self._memory, one)
+    def _number(self, one: Conversation, client_id: str | None = None) -> None:
+        """It is a new one."""
+        self._n_made += 1
+        one.number, one.client_id = self._n_made, client_id
+
+    def _find_active(self) -> None:
+        """The active one is that whose blocks are on the device, wherever a switch has ended."""
+        memory = self._memory
+        history = memory.working_set.history
+        if memory.active.history is history:
+            return
+        found = next((one for one in self._kept if one.history is history), None)
+        if found is None:
+            found = memory.conversation_of(history)
+            self._number(found)
+            self._kept.append(found)
+        memory.make_active(found)
 
     # what leaves
 
@@ -268,31 +282,33 @@ class Conversations:
 
         First checkpoints of conversations on the host: each can do with a few.
         """
-        for one in sorted(self._parked, key=lambda one: one.used):
-            while len(one.checkpoints) > PARKED_CHECKPOINTS:
-                if one is self._needed:
-                    break
-                if one.checkpoints.give_way(least=PARKED_CHECKPOINTS):
-                    return True
+        for one in self._leaving():
+            if len(one.checkpoints) > PARKED_CHECKPOINTS and one.checkpoints.give_way(
+                least=PARKED_CHECKPOINTS
+            ):
+                return True
         is_done = self._evict()
         self._tidy()
         return is_done
 
-    def _evict(self) -> bool:
-        """The first to leave was superseded, else not used for the longest time."""
-        leaving = min(
-            (one for one in self._parked if one is not self._needed),
+    def _leaving(self) -> list[Conversation]:
+        """Those that may leave: superseded ones first, then those not used for the longest time."""
+        return sorted(
+            (one for one in self.parked if one is not self._needed),
             key=lambda one: (not one.is_superseded, one.used),
-            default=None,
         )
-        if leaving is None:
+
+    def _evict(self) -> bool:
+        """Let the first one leave; False if there is none."""
+        leaving = self._leaving()
+        if not leaving:
             return False
-        self._forget(leaving)
+        self._forget(leaving[0])
         self.n_evicted += 1
         return True
 
     def _forget(self, one: Conversation) -> None:
-        self._parked.remove(one)
+        self._kept.remove(one)
         forget(self._memory, one)
 
     def _bound_bytes(self) -> None:
@@ -310,7 +326,7 @@ class Conversations:
 
     def _tidy(self) -> None:
         """One alone may take all of the host limit."""
-        if not self._parked and self._needed is None:
+        if len(self) == 1 and self._needed is None:
             self._memory.host.set_limit(self._host_limit)
 
 

@@ -107,7 +107,7 @@ class _Reply:
 
     def sample(self, row: int) -> int:
         """The token behind a row of the last batch."""
-        with self._memory.phase(self._times, "sample_s"):
+        with self._times.measure("sample_s", self._memory.clock):
             token = self._sampler.sample(self._memory.context, row)
             self._sampler.accept(token)
         return token
@@ -129,7 +129,7 @@ class _Reply:
         memory = self._memory
         self._step[0] = token
         started = perf_counter()
-        with memory.phase(self._times, "decode_s"):
+        with self._times.measure("decode_s", memory.clock):
             if isinstance(memory, TieredMemory):
                 self._make_room(memory)
                 memory.decode(self._step, cancel=self._cancel, reply=True)
@@ -170,7 +170,7 @@ class _Reply:
             n = min(n, self._params.max_tokens - self._stats.completion_tokens - 1)
         if n < 1:
             return 0
-        with memory.phase(self._times, "decode_s"):
+        with self._times.measure("decode_s", memory.clock):
             self._make_room(memory)
         n = min(n, memory.working_set.room(reply=True) - 1)
         return n if n > 0 and drafter.worth.take_turn() else 0
@@ -185,7 +185,7 @@ class _Reply:
         assert isinstance(memory, TieredMemory) and drafter is not None
         started = perf_counter()
         drafted_s = drafter.seconds
-        with memory.phase(self._times, "decode_s"):
+        with self._times.measure("decode_s", memory.clock):
             verification = Verification(memory, token, n_drafts, self._cancel)
         seconds = perf_counter() - started
         n_said = 0
@@ -198,7 +198,7 @@ class _Reply:
         finally:
             n_before = memory.n_tokens
             started = perf_counter()
-            with memory.phase(self._times, "decode_s"):
+            with self._times.measure("decode_s", memory.clock):
                 verification.keep(max(1, n_said))
                 self._seal(memory, n_before)
             drafter.worth.count(len(tokens), n_drafts, seconds + perf_counter() - started)

@@ -11,7 +11,7 @@ from kvmem.engine.calibration import Found, find
 from kvmem.engine.conversations import Conversations
 from kvmem.engine.draft import Drafter, make_drafter
 from kvmem.engine.facts import memory_facts
-from kvmem.engine.memory import Memory, PlainMemory, TieredMemory, slack_blocks
+from kvmem.engine.memory import Memory, PlainMemory, TieredMemory
 from kvmem.engine.session import Session
 from kvmem.engine.turns import Turns
 from kvmem.errors import ConfigError, StateError
@@ -74,7 +74,7 @@ class Engine:
         context = Context(
             self.model,
             n_ctx=sizes.workspace_tokens,
-            n_cells=(sizes.n_slots + slack_blocks(memory)) * sizes.block_tokens
+            n_cells=(sizes.n_slots + memory.n_slack_blocks) * sizes.block_tokens
             if memory.enabled
             else 0,
             block_tokens=sizes.block_tokens if memory.enabled else 0,
@@ -155,8 +155,8 @@ class Engine:
     def close(self) -> None:
         """Close the session, free the context and the model. A second call does nothing.
 
-        Waits for a generation in another thread. Raises StateError for one that this thread has
-        not finished.
+        A generation that this thread has not read to its end is closed with it; for one in another
+        thread it waits.
         """
         if self._session is not None:
             self._session.close()

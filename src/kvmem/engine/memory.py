@@ -4,8 +4,7 @@ TieredMemory keeps a bounded working set on the device and everything on the hos
 on the device is the business of engine.switching. PlainMemory is stock llama.cpp.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TypeVar
 
@@ -14,36 +13,31 @@ from numpy.typing import NDArray
 
 from kvmem.config import MemoryConfig, PoolSizes
 from kvmem.engine.calibration import Calibration, Scoring, scoring
-from kvmem.engine.checkpoint import Checkpoints
+from kvmem.engine.check import check_memory
+from kvmem.engine.checkpoint import Checkpoints, StateBuffer
 from kvmem.engine.conversation import Conversation
 from kvmem.engine.draft import Drafter
+from kvmem.engine.index import BlockIndex
 from kvmem.engine.plain import Outputs, PlainMemory
 from kvmem.engine.prompt import positions_behind
-from kvmem.engine.stats import PhaseTimes
-from kvmem.errors import Cancelled, CapacityError, HostCapacityError
+from kvmem.errors import Cancelled, CapacityError, HostCapacityError, StateError
 from kvmem.kv.budget import HostBudget
 from kvmem.kv.history import History
 from kvmem.kv.lexical import LexicalIndex
 from kvmem.kv.score import MOST_THREADS, ScoreScratch
 from kvmem.kv.summary import KeySummaries
-from kvmem.kv.summary_worker import SummaryWorker
 from kvmem.kv.working_set import WorkingSet
 from kvmem.llama.context import CancelToken, Context
 from kvmem.llama.memory import LlamaPort
 from kvmem.llama.state import state_bytes
 
-__all__ = ["Memory", "Outputs", "PlainMemory", "TieredMemory", "slack_blocks"]
+__all__ = ["Memory", "Outputs", "PlainMemory", "TieredMemory"]
 
 # Some three seconds of prefill on a GPU, against 150 MiB of host memory a checkpoint.
 CHECKPOINT_GAP_TOKENS = 8192
 
 T = TypeVar("T")
 I32 = NDArray[np.int32]
-
-
-def slack_blocks(config: MemoryConfig) -> int:
-    """Slots beyond budget and reserve: ordered placement shifts blocks through a free one."""
-    return 1 if config.ordered else 0
 
 
 class TieredMemory:
@@ -84,21 +78,28 @@ class TieredMemory:
             block_tokens=self.block_tokens,
             budget_blocks=sizes.n_budget_blocks,
             reserve_blocks=sizes.n_reserve_blocks,
-            slack_blocks=slack_blocks(config),
+            slack_blocks=config.n_slack_blocks,
             budget=self.host,
             ordered=config.ordered,
         )
         self.host.set_limit(sizes.host_limit_bytes)
         # asked for room where the host limit is reached: True if another conversation has left
         self.make_room_on_host: Callable[[], bool] = lambda: False
-        self._spare_states: list[NDArray[np.uint8]] = []
+        self._spare_states: list[StateBuffer] = []
         self.scoring = scoring(self.layout, calibration, self.scorer)
         self.active = self.conversation_of(self.working_set.history)
-        self.worker = SummaryWorker(self.active.summaries)
+        self.index = BlockIndex(self.active, self.block_tokens)
         self.scratch = ScoreScratch(self.host)
         # those of a prefill batch, which rest while blocks are scored
         self.score_threads = min(context.n_threads_batch, MOST_THREADS)
-        self.notes: list[str] = []  # what a request should know of, until the session takes them
+        # False while the recurrent state may be of other tokens than the history
+        self.state_is_certain = True
+        self._trial: tuple[int, I32] | None = None
+        self.begin_request()
+
+    def begin_request(self) -> None:
+        """What is noted and timed from now on belongs to one request."""
+        self.notes: list[str] = []
         self.store_s = 0.0
         self.checkpoint_s = 0.0
 
@@ -108,30 +109,22 @@ class TieredMemory:
         Raises ConfigError and CapacityError; then all is as before.
         """
         chosen = scoring(self.layout, calibration, self.scorer)
-        self.with_room(lambda: self._summarise_again(chosen))
+        self._summarise_again(chosen)
         self.scoring = chosen
 
     def renew_summaries(self) -> None:
         """Make the summaries anew if they are of other pairs than score now."""
         made_for = (self.summaries.pairs, self.summaries.slice_tokens)
         if made_for != (self.scoring.pairs, self.scoring.slice_tokens):
-            self.with_room(lambda: self._summarise_again(self.scoring))
+            self._summarise_again(self.scoring)
 
     def summarise(self, pairs: Sequence[tuple[int, int]], slice_tokens: int) -> KeySummaries:
         """New summaries of all that is summarised, made from the stored keys."""
-        self.worker.flush()
-        return self.summaries.recompute(pairs, self._records, slice_tokens)
+        return self.index.recompute(self.working_set, pairs, slice_tokens)
 
     def _summarise_again(self, chosen: Scoring) -> None:
-        self.active.summaries = self.summarise(chosen.pairs, chosen.slice_tokens)
-        self.worker.attach(self.active.summaries)
-
-    def _records(self, n_blocks: int) -> Iterator[tuple[int, I32]]:
-        """Address and positions of the stored blocks 0 .. n_blocks - 1."""
-        ws = self.working_set
-        for block in range(n_blocks):
-            start, stop = block * self.block_tokens, (block + 1) * self.block_tokens
-            yield ws.record_address(block), np.ascontiguousarray(ws.pos[start:stop])
+        made = self.with_room(lambda: self.summarise(chosen.pairs, chosen.slice_tokens))
+        self.index.use(made)
 
     @property
     def n_tokens(self) -> int:
@@ -164,9 +157,10 @@ class TieredMemory:
     def save_checkpoint(self) -> None:
         """Make it possible to go back to this point; on attention alone it always is.
 
-        Where the host limit has no room for the state, that is noted and nothing is kept.
+        Where the host limit has no room for the state, that is noted and nothing is kept; nor is a
+        state that may be another's.
         """
-        if not self.is_hybrid or self.n_tokens == 0:
+        if not self.is_hybrid or self.n_tokens == 0 or not self.is_whole:
             return
         started = perf_counter()
         if not self.checkpoints.save(self.n_tokens):
@@ -189,10 +183,7 @@ class TieredMemory:
             self.notes.append(text)
 
     def spread_checkpoint(self) -> None:
-        """Save one where the last is far behind.
-
-        What a change in the middle of a history costs to read again.
-        """
+        """Save one where the last is far behind: a change in the middle goes back to it."""
         newest = self.checkpoints.positions[-1] if len(self.checkpoints) else 0
         if self.n_tokens - newest >= CHECKPOINT_GAP_TOKENS:
             self.save_checkpoint()
@@ -217,34 +208,69 @@ class TieredMemory:
 
         After an error the history is as before, or at the checkpoint before that.
         """
+        if not self.is_whole:
+            raise StateError("what was broken off is not undone yet: settle() comes first")
         ws = self.working_set
-        with self.undone_on_error():
+
+        def append() -> None:
             cells = self.with_room(lambda: ws.prepare(len(tokens), reply=reply))
             pos = positions_behind(ws.pos, len(tokens))
             first_pos = np.ascontiguousarray(pos[:, 0])
+            self.state_is_certain = False
             self.context.decode(tokens, first_pos, outputs=outputs, cancel=cancel)
             if self.drafter is not None:
                 self.drafter.follow(cells, tokens, first_pos)
             ws.commit(tokens, pos)
+            self.state_is_certain = True
 
-    @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """Where what is inside fails, no token of it stays."""
-        ws = self.working_set
-        start = ws.n_tokens
+        self.undone_on_error(append)
+
+    # What is broken off is undone: at once, or where that is interrupted, before anything else.
+
+    def undone_on_error(self, action: Callable[[], T]) -> T:
+        """Do this, which appends tokens. Where it fails, none of them stays."""
         try:
-            yield
+            return action()
         except BaseException as error:
-            has_begun = ws.n_pending > 0 or ws.n_tokens != start
-            if ws.n_pending:
-                ws.rollback()
-            # a cancel before the batch leaves a recurrent state as it was, and one that a signal
-            # handler raises may come behind it; of other errors that is not known
-            last_pos = ws.pos[start - 1, 0] if start else -1
-            is_clean = isinstance(error, Cancelled) and self.port.recurrent_pos == last_pos
-            if has_begun and self.is_hybrid and not is_clean:
-                self.go_back(start)
+            # a cancel before the batch leaves a recurrent state as it was, and its position tells
+            # of one that came behind; of other errors nothing is known
+            if isinstance(error, Cancelled):
+                self.state_is_certain = True
+            self.settle()
             raise
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the recurrent state, if any, has seen exactly the history; any doubt is a no."""
+        if not self.is_hybrid:
+            return True
+        last_pos = self.working_set.pos[-1, 0] if self.n_tokens else -1
+        return self.state_is_certain and bool(self.port.recurrent_pos == last_pos)
+
+    def settle(self) -> None:
+        """Undo what an error or an interrupt has left half done; nothing where all is whole.
+
+        Every use begins with it, since the repair behind an error may be interrupted, too.
+        """
+        if self.working_set.n_pending:
+            self.working_set.rollback()
+        self.index.mend()
+        if not self.is_whole:
+            self.go_back(self.n_tokens)
+        if self._trial is not None:
+            n_tokens, resident = self._trial
+            self.truncate(n_tokens)
+            self._trial = None
+            if self.n_tokens == n_tokens > 0:
+                self.working_set.apply(resident)
+
+    def begin_trial(self) -> None:
+        """What is read from here on does not outlive settle(), unless end_trial() comes before."""
+        self._trial = (self.n_tokens, self.working_set.resident())
+
+    def end_trial(self) -> None:
+        """What was read stays."""
+        self._trial = None
 
     def read(
         self,
@@ -279,15 +305,9 @@ class TieredMemory:
             if on_chunk is not None:
                 on_chunk(n)
 
-    @contextmanager
-    def phase(self, times: PhaseTimes, name: str) -> Iterator[None]:
-        """Add the time inside, less `store_s` and `checkpoint_s`, to this field of `times`."""
-        started = perf_counter() - self.store_s - self.checkpoint_s
-        try:
-            yield
-        finally:
-            spent = perf_counter() - self.store_s - self.checkpoint_s - started
-            setattr(times, name, getattr(times, name) + spent)
+    def clock(self) -> float:
+        """Seconds, for PhaseTimes.measure: those of `store_s` and `checkpoint_s` do not count."""
+        return perf_counter() - self.store_s - self.checkpoint_s
 
     def chunk_end(self, start: int, stop: int) -> int:
         """Where the chunk ends that begins at `start`, on the way to `stop`.
@@ -324,10 +344,7 @@ class TieredMemory:
         ws.apply(kept)
 
     def make_reply_room(self, reply_from_block: int) -> int:
-        """Let the oldest finished blocks of the reply leave for its next token.
-
-        Returns how many left.
-        """
+        """Let the oldest finished blocks of the reply leave for its next token; how many left."""
         ws = self.working_set
         if ws.room(reply=True) >= 1:
             return 0
@@ -358,10 +375,9 @@ class TieredMemory:
             self.store_s += perf_counter() - started
 
     def with_room(self, action: Callable[[], T]) -> T:
-        """Do this; where the host limit forbids it, let others go one by one.
-
-        First conversations that were not used for long, then checkpoints: those save time, and what
-        else is on the host cannot be had again.
+        """Do this; where the host limit forbids it, let others go one by one: first conversations
+        that were not used for long, then checkpoints, which save time where the rest cannot be had
+        again.
         """
         while True:
             try:
@@ -374,18 +390,8 @@ class TieredMemory:
                 self.note("the host limit is near: checkpoints gave way to blocks")
 
     def _seal(self) -> None:
-        ws = self.working_set
-        ws.seal()
-        for block in range(self.lexical.n_blocks, ws.n_sealed):
-            start, stop = block * self.block_tokens, (block + 1) * self.block_tokens
-            self.lexical.add(block, ws.tokens[start:stop])
-            try:
-                self.worker.add(block, ws.record_address(block), ws.pos[start:stop], owner=ws)
-            except (
-                BaseException
-            ):  # the host limit: both know the same blocks, so that the next call can go on
-                self.lexical.truncate(block)
-                raise
+        self.working_set.seal()
+        self.index.add_sealed(self.working_set)
 
     def truncate(self, n_tokens: int) -> None:
         """Forget the tokens from n_tokens on.
@@ -407,15 +413,17 @@ class TieredMemory:
         if checkpoint is None:
             self.clear()
             return
+        self.state_is_certain = False
         try:
             self._truncate_attention(checkpoint.n_tokens)
             self.checkpoints.restore(checkpoint)
-        except BaseException:
+        except Exception:
             self.clear()
             raise
+        self.state_is_certain = True
 
     def _truncate_attention(self, n_tokens: int) -> None:
-        self._forget_scores(n_tokens // self.block_tokens)
+        self.index.truncate(n_tokens // self.block_tokens)
         self.with_room(lambda: self.working_set.truncate(n_tokens))
         self.restore_order()
 
@@ -426,23 +434,27 @@ class TieredMemory:
 
     def clear(self) -> None:
         """Forget the whole history."""
-        self._forget_scores(0)
+        self.state_is_certain = False
+        self.index.truncate(0)
         self.checkpoints.clear()
         self.working_set.clear()
         self.clear_device()
+        self._trial = None
 
     def clear_device(self) -> None:
         """Forget the states of an empty history."""
         self.context.clear()
         if self.drafter is not None:
             self.drafter.clear()
-
-    def _forget_scores(self, n_blocks: int) -> None:
-        # the worker reads host records, so it is done before the store lets them go
-        self.worker.truncate(n_blocks)
-        self.lexical.truncate(n_blocks)
+        self.state_is_certain = True
 
     # Several conversations, of which one is on the device.
+
+    def make_active(self, conversation: Conversation) -> None:
+        """This one's history is on the device from now on, with a state that is still another's."""
+        self.state_is_certain = False
+        self.active = conversation
+        self.index.follow(conversation)
 
     def new_conversation(self) -> Conversation:
         """An empty one, not on the device."""
@@ -466,28 +478,14 @@ class TieredMemory:
         )
 
     def check(self, parked: Sequence[Conversation] = ()) -> None:
-        """State every invariant; AssertionError names the broken one.
-
-        parked: all conversations that are not on the device.
-        """
-        self.worker.flush()
-        self.working_set.check([one.history for one in parked])
-        for one in parked:
-            assert one.lexical.n_blocks == one.summaries.n_blocks <= one.history.n_blocks
-            assert all(n <= one.history.n_tokens for n in one.checkpoints.positions)
-            if self.is_hybrid and one.history.n_tokens:
-                assert one.checkpoints.positions[-1] == one.history.n_tokens
-        assert self.lexical.n_blocks == self.summaries.n_blocks <= self.working_set.n_sealed
-        assert self.port.n_cells_used == self.working_set.n_cells_used
-        assert self.port.do_caches_agree
-        assert self.host.used <= self.host.limit
-        assert all(n <= self.n_tokens for n in self.checkpoints.positions)
+        """State every invariant; `parked` are all conversations that are not on the device."""
+        check_memory(self, parked)
 
     def close(self) -> None:
         """Free everything. A second call does nothing."""
         if self.context.is_closed:
             return
-        self.worker.close()
+        self.index.close()
         del self.working_set  # its host slabs belong to the context's device
         if self.drafter is not None:
             self.drafter.close()

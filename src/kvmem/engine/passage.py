@@ -66,7 +66,7 @@ class Passage:
             while memory.n_tokens < point:
                 start = memory.n_tokens
                 end = memory.chunk_end(start, point)
-                with memory.phase(self.report.times, phase):
+                with self.report.times.measure(phase, memory.clock):
                     memory.read(self.tokens[start:end], cancel=self.cancel, seal=seal, keep=keep)
                     memory.spread_checkpoint()
                 if phase == "replay_s":
@@ -86,7 +86,7 @@ class Passage:
         memory = self.memory
         n_blocks = memory.n_blocks_of(start)
         n_rest = memory.n_blocks_of(len(self.tokens)) - n_blocks
-        with memory.phase(self.report.times, "score_s"):
+        with self.report.times.measure("score_s", memory.clock):
             return retrieve.choose(
                 memory,
                 retrieve.score(memory, query, memory.scorer),
@@ -100,7 +100,7 @@ class Passage:
         memory = self.memory
         memory.try_seal()
         n_blocks = memory.working_set.n_blocks
-        with memory.phase(self.report.times, "score_s"):
+        with self.report.times.measure("score_s", memory.clock):
             return retrieve.choose(
                 memory,
                 retrieve.score(memory, query, memory.scorer),

@@ -1,14 +1,12 @@
 """Stock llama.cpp as the memory of one history, without tiers."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmem.engine.stats import PhaseTimes
 from kvmem.llama.context import CancelToken, Context
 
 __all__ = ["Outputs", "PlainMemory"]
@@ -44,24 +42,24 @@ class PlainMemory:
         self._tokens[start:stop] = tokens
         self.n_tokens = stop
 
-    @contextmanager
-    def phase(self, times: PhaseTimes, name: str) -> Iterator[None]:
-        """Add the time inside to this field of `times`, however it ends."""
-        started = perf_counter()
-        try:
-            yield
-        finally:
-            setattr(times, name, getattr(times, name) + perf_counter() - started)
+    def clock(self) -> float:
+        """Seconds, for PhaseTimes.measure."""
+        return perf_counter()
+
+    def settle(self) -> None:
+        """Undo what an interrupted repair left: tokens in the cache that the history has not."""
+        self.truncate(self.n_tokens)
 
     def truncate(self, n_tokens: int) -> None:
         """Forget the tokens from n_tokens on.
 
         A recurrent state that cannot be rewound forgets everything.
         """
-        if self.context.seq_pos_max(0) >= n_tokens and not self.context.seq_rm(0, n_tokens, -1):
-            self.context.clear()
-            n_tokens = 0
+        # first: where an interrupt follows, the cache has more than the history, and never less
         self.n_tokens = min(self.n_tokens, n_tokens)
+        if self.context.seq_pos_max(0) >= n_tokens and not self.context.seq_rm(0, n_tokens, -1):
+            self.n_tokens = 0
+            self.context.clear()
 
     def close(self) -> None:
         self.context.close()

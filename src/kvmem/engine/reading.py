@@ -238,19 +238,16 @@ class PromptReader:
             yield from passage.read_to(start)
             memory.save_checkpoint()
             memory.checkpoints.needed = start
-            seen_before = memory.working_set.resident()
+            memory.begin_trial()  # half a question is no question: the next request reads it again
             memory.active.question = None
             try:
                 yield from passage.read_to(n_total, phase="query_s", seal=False)
                 query = tap.finish()
                 yield from self._choose_again(passage, query, start, why)
             except BaseException:
-                # half a question is no question: the next request reads it again, from the same
-                # window
-                memory.truncate(start)
-                if memory.n_tokens == start > 0:
-                    memory.working_set.apply(seen_before)
+                memory.settle()
                 raise
+            memory.end_trial()
         if is_question and prompt.query_span is not None:
             self._learn(query, passage, prompt.query_span)
 

@@ -46,15 +46,19 @@ class QueryTap:
         first = self._memory.n_tokens
         if self._rows[0] < first:
             raise StateError(f"token {self._rows[0]} is decoded already: its Q cannot be read")
+        self._end()  # one that an interrupt has left open
         self._memory.port.begin_tap(self._layers, self._rows - first)
         self._is_open = True
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._is_open:
-            self._is_open = False
-            with suppress(StateError):  # incomplete: only closed
-                self._memory.port.end_tap()
+            self._end()
+
+    def _end(self) -> None:
+        self._is_open = False
+        with suppress(StateError):  # incomplete, or none: only closed
+            self._memory.port.end_tap()
 
     @property
     def is_complete(self) -> bool:
@@ -94,7 +98,7 @@ def read_query(
 
 def score(memory: TieredMemory, query: Query | None, scorer: str = DEFAULT_SCORER) -> Scores:
     """Score every stored block. Waits for the summaries that are still being made."""
-    memory.worker.flush()
+    memory.index.flush()
     inputs = ScoreInputs(
         n_blocks=memory.summaries.n_blocks,
         query=query,
@@ -145,7 +149,7 @@ def apply(memory: TieredMemory, selection: I32, report: MemoryReport) -> None:
     """Make exactly these blocks visible, and count what moves. Nothing is done for no blocks."""
     if len(selection) == 0:
         return
-    with memory.phase(report.times, "move_s"):
+    with report.times.measure("move_s", memory.clock):
         memory.seal()
         transfer = memory.working_set.apply(selection)
     report.blocks_in += transfer.n_in

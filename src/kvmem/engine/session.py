@@ -1,7 +1,10 @@
 """One history: what it shares with a request, what is read, what is brought back, and the reply."""
 
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from inspect import GEN_SUSPENDED, getgeneratorstate
 from time import perf_counter
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,11 +53,20 @@ class Session:
         self._workspace_tokens = workspace_tokens
         self._conversations = conversations
         self._reader = None if isinstance(memory, PlainMemory) else PromptReader(memory)
+        self._generations: WeakSet[Generator[Event, None, None]] = WeakSet()
         self._closed = False
 
     def close(self) -> None:
-        """Forget the history. A second call does nothing."""
+        """Forget the history. A second call does nothing.
+
+        A generation that this thread has not read to its end is closed; for one in another thread
+        it waits.
+        """
         if not self._closed:
+            if self._turns.is_mine:
+                for generation in list(self._generations):
+                    if getgeneratorstate(generation) == GEN_SUSPENDED:
+                        generation.close()
             with self._turns.take():
                 if self._conversations is None:
                     self._memory.truncate(0)
@@ -75,6 +87,17 @@ class Session:
         if isinstance(memory, PlainMemory):
             raise StateError("KV memory is off")
         return memory
+
+    @contextmanager
+    def _turn(self) -> Iterator[Memory]:
+        """The memory for this thread alone, and whole: what was broken off before is undone."""
+        with self._turns.take():
+            memory = self.memory
+            if self._conversations is None:
+                memory.settle()
+            else:
+                self._conversations.settle()
+            yield memory
 
     @property
     def n_tokens(self) -> int:
@@ -110,14 +133,20 @@ class Session:
             raise RequestError("the prompt is empty")
         if len(tokens) >= self._workspace_tokens:
             raise ContextLengthError(len(tokens), self._workspace_tokens)
-        return self._generate(prompt, tokens, params, cancel)
+        generation = self._generate(prompt, tokens, params, cancel)
+        self._generations.add(generation)
+        return generation
 
     def _generate(
         self, prompt: Prompt, tokens: I32, params: GenerateParams, cancel: CancelToken | None
     ) -> Generator[Event, None, None]:
-        with self._turns.take(), Sampler(self._vocab.model, params.sampling.as_dict()) as sampler:
+        with (
+            self._turn() as memory,
+            Sampler(self._vocab.model, params.sampling.as_dict()) as sampler,
+        ):
             started = perf_counter()
-            memory = self.memory
+            if isinstance(memory, TieredMemory):
+                memory.begin_request()
             stats = RequestStats(prompt_tokens=len(tokens))
             first_token_s: float | None = None
             try:
@@ -142,6 +171,9 @@ class Session:
                 self._save_checkpoint()
             except Cancelled:
                 reason = "cancelled"
+            finally:
+                if self._conversations is not None:
+                    self._conversations.note()
             total_s = perf_counter() - started
             stats.prompt_s = total_s if first_token_s is None else first_token_s
             stats.decode_s = total_s - stats.prompt_s
@@ -167,15 +199,12 @@ class Session:
         memory = self.memory
         times = report.times
         if isinstance(memory, TieredMemory):
-            times.store_s, memory.store_s = memory.store_s, 0.0
-            times.checkpoint_s, memory.checkpoint_s = memory.checkpoint_s, 0.0
+            times.store_s, times.checkpoint_s = memory.store_s, memory.checkpoint_s
             report.device_bytes = memory.device_bytes
             report.host_bytes = memory.host.used
             report.checkpoints = memory.checkpoints.positions
             report.checkpoint_bytes = memory.checkpoints.n_bytes
-            report.notes, memory.notes = memory.notes, []
-        if self._conversations is not None:
-            self._conversations.note()
+            report.notes = memory.notes
         times.other_s = total_s - times.counted_s
 
     def _read_plain(
@@ -186,7 +215,7 @@ class Session:
         while memory.n_tokens < len(tokens):
             start = memory.n_tokens
             end = min(start + memory.context.n_batch, len(tokens))
-            with memory.phase(report.times, "read_s"):
+            with report.times.measure("read_s", memory.clock):
                 memory.decode(tokens[start:end], cancel=cancel)
             report.read_tokens += end - start
             yield PromptProgress(end, len(tokens))
@@ -200,8 +229,7 @@ class Session:
     def read(self, tokens: Sequence[int] | I32, *, cancel: CancelToken | None = None) -> None:
         """Append tokens to the history; it may grow far beyond the pool."""
         array = np.asarray(tokens, np.int32)
-        with self._turns.take():
-            memory = self.memory
+        with self._turn() as memory:
             if memory.n_tokens + len(array) > self._workspace_tokens:
                 raise ContextLengthError(memory.n_tokens + len(array), self._workspace_tokens)
             if isinstance(memory, TieredMemory):
@@ -214,29 +242,26 @@ class Session:
 
     def truncate(self, n_tokens: int) -> None:
         """Forget the tokens from n_tokens on."""
-        with self._turns.take():
-            self.memory.truncate(n_tokens)
+        with self._turn() as memory:
+            memory.truncate(n_tokens)
 
     def query(self, tokens: Sequence[int] | I32, content: Sequence[int]) -> Query:
         """Q of ``tokens`` at the indices ``content``, read after the history under what is
         resident; nothing is kept.
         """
         array = np.asarray(tokens, np.int32)
-        with self._turns.take():
+        with self._turn():
             memory = self.tiered
             memory.save_checkpoint()
-            start = memory.n_tokens
-            resident = memory.working_set.resident()
+            memory.begin_trial()
             try:
                 return retrieve.read_query(memory, array, content, outputs="none")
             finally:
-                memory.truncate(start)
-                if memory.n_tokens == start > 0:
-                    memory.working_set.apply(resident)
+                memory.settle()
 
     def score(self, query: Query | None, scorer: str) -> Scores:
         """Score every stored block of the history."""
-        with self._turns.take():
+        with self._turn():
             return retrieve.score(self.tiered, query, scorer)
 
     def select(
@@ -255,7 +280,7 @@ class Session:
     def apply(self, selection: Sequence[int] | I32) -> MemoryReport:
         """Make exactly these blocks resident; the newest must be among them. Returns what moved."""
         report = MemoryReport()
-        with self._turns.take():
+        with self._turn():
             retrieve.apply(self.tiered, np.asarray(selection, np.int32), report)
         return report
 
@@ -266,9 +291,8 @@ class Session:
         Nothing is kept. The tokens must fit in what is free of budget and reserve.
         """
         array = np.asarray(tokens, np.int32)
-        with self._turns.take():
+        with self._turn() as memory:
             self._save_checkpoint()
-            memory = self.memory
             model = self._vocab.model
             if isinstance(memory, PlainMemory) and (model.is_hybrid or model.is_recurrent):
                 raise StateError(
@@ -276,6 +300,8 @@ class Session:
                 )
             start = memory.n_tokens
             n_batch = memory.context.n_batch
+            if isinstance(memory, TieredMemory):
+                memory.begin_trial()
             rows: list[NDArray[np.float32]] = []
             try:
                 for begin in range(0, len(array), n_batch):
@@ -288,4 +314,5 @@ class Session:
                     rows += [memory.context.logits(i) for i in wanted]
             finally:
                 memory.truncate(start)
+                memory.settle()
         return np.stack(rows)

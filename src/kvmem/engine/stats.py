@@ -1,5 +1,7 @@
 """What a request did, for the reply, the log and the benches."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -53,6 +55,15 @@ class PhaseTimes:
         """All phases but `other_s`."""
         phases: dict[str, float] = asdict(self)
         return sum(phases.values()) - self.other_s
+
+    @contextmanager
+    def measure(self, phase: str, clock: Callable[[], float]) -> Iterator[None]:
+        """Add the time inside to this field, however it ends."""
+        started = clock()
+        try:
+            yield
+        finally:
+            setattr(self, phase, getattr(self, phase) + clock() - started)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,21 +16,26 @@ class Turns:
         self._lock = threading.Lock()
         self._owner: int | None = None
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread holds it, by a generation that it has not finished."""
+        # an interrupt may leave the owner's name behind, but never the lock
+        return self._owner == threading.get_ident() and self._lock.locked()
+
     @contextmanager
     def take(self) -> Iterator[None]:
         """Wait for the turn.
 
-        Raises StateError if this thread holds it, by a generation that it has not finished.
+        Raises StateError if this thread holds it.
         """
-        me = threading.get_ident()
-        if self._owner == me:
+        if self.is_mine:
             raise StateError(
                 "a generation of this engine is still open in this thread: "
                 "read it to its end or close it"
             )
         with self._lock:
-            self._owner = me
             try:
+                self._owner = threading.get_ident()
                 yield
             finally:
                 self._owner = None

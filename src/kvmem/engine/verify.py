@@ -33,12 +33,16 @@ class Verification:
         first: I32 = np.array([token], np.int32)
         self._pos = positions_behind(working_set.pos, 1 + n_drafts)
         self._first_pos = np.ascontiguousarray(self._pos[:, 0])
-        with memory.undone_on_error():
+
+        def run() -> None:
             self._cells = memory.with_room(lambda: working_set.prepare(1 + n_drafts, reply=True))
             drafts = self._drafter.propose(self._cells, first, self._first_pos, n_drafts)
             self._tokens: I32 = np.concatenate([first, drafts])
             n = len(self._tokens)
+            memory.state_is_certain = False
             memory.context.decode(self._tokens, self._first_pos[:n], outputs="all", cancel=cancel)
+
+        memory.undone_on_error(run)
 
     @property
     def drafts(self) -> list[int]:
@@ -48,9 +52,14 @@ class Verification:
 
     def keep(self, n_tokens: int) -> None:
         """Append the first n_tokens of the batch, at least one, and undo the others."""
+        memory = self._memory
         tokens, pos = self._tokens[:n_tokens], self._pos[:n_tokens]
-        with self._memory.undone_on_error():
-            roll_back_state(self._memory.context, len(self._tokens) - n_tokens)
+
+        def append() -> None:
+            roll_back_state(memory.context, len(self._tokens) - n_tokens)
             # the head took the first token in when it made the proposals
             self._drafter.follow(self._cells[:n_tokens], tokens, self._first_pos[:n_tokens], skip=1)
-            self._memory.working_set.commit(tokens, pos)
+            memory.working_set.commit(tokens, pos)
+            memory.state_is_certain = True
+
+        memory.undone_on_error(append)

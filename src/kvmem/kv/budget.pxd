@@ -4,3 +4,10 @@ cdef class HostBudget:
 
     cdef int take(self, size_t n_bytes, str what) except -1
     cdef void give_back(self, size_t n_bytes) noexcept
+
+
+cdef class Charge:
+    cdef HostBudget _budget
+    cdef readonly size_t n_bytes
+
+    cdef void _release(self) noexcept

@@ -4,7 +4,7 @@ cimport cython
 
 from kvmem.errors import HostCapacityError
 
-__all__ = ["HostBudget"]
+__all__ = ["Charge", "HostBudget"]
 
 
 @cython.final
@@ -56,3 +56,29 @@ cdef class HostBudget:
 
     cdef void give_back(self, size_t n_bytes) noexcept:
         self.used -= n_bytes
+
+
+@cython.final
+@cython.no_gc_clear  # __dealloc__ gives the bytes back
+cdef class Charge:
+    """Bytes of a budget that are held as long as this lives, or until it is released.
+
+    Raises HostCapacityError, and holds none, if there is no room.
+    """
+
+    def __cinit__(self, HostBudget budget not None, size_t n_bytes, str what="a charge"):
+        self._budget = budget
+        budget.take(n_bytes, what)
+        self.n_bytes = n_bytes
+
+    def __dealloc__(self):
+        self._release()
+
+    def release(self):
+        """Give the bytes back. A second call does nothing."""
+        self._release()
+
+    cdef void _release(self) noexcept:
+        if self.n_bytes:
+            self._budget.give_back(self.n_bytes)
+            self.n_bytes = 0

@@ -157,8 +157,10 @@ cdef class RecordSlabs:
         self._budget.take(n_bytes, "a block's host record")
         try:
             base = self._port.slab_alloc(n_bytes)
-        except MemoryError as error:
+        except BaseException as error:
             self._budget.give_back(n_bytes)
+            if not isinstance(error, MemoryError):
+                raise
             raise HostCapacityError(
                 f"the machine has no {n_bytes} bytes left for host records, with {self.n_bytes} "
                 f"in use; lower the host limit below that or free memory") from error

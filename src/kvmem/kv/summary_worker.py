@@ -21,7 +21,13 @@ class SummaryWorker:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvmem-summary")
         self._pending: deque[Future[None]] = deque()
         self._n_blocks = summaries.n_blocks
+        self._may_have_lost_one = False
         self._closed = False
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks that were added, summarised or not."""
+        return self._n_blocks
 
     @property
     def n_pending(self) -> int:
@@ -46,8 +52,11 @@ class SummaryWorker:
             self._pending.popleft()
         self.summaries.reserve(block + 1)
         copy = np.array(pos, np.int32, order="C")
-        self._pending.append(self._pool.submit(self._summarise, block, payload, copy, owner))
+        # an interrupt in between leaves a block queued that nobody knows
+        self._may_have_lost_one = True
         self._n_blocks += 1
+        self._pending.append(self._pool.submit(self._summarise, block, payload, copy, owner))
+        self._may_have_lost_one = False
 
     def _summarise(self, block: int, payload: int, pos: NDArray[np.int32], owner: object) -> None:
         del owner  # that this call holds it is all that is wanted; the caller's frame does
@@ -58,6 +67,9 @@ class SummaryWorker:
 
         After an error `summaries.n_blocks` blocks are good and the next one is to be added again.
         """
+        if self._may_have_lost_one:  # one thread: behind this, it is done as well
+            self._pending.append(self._pool.submit(lambda: None))
+            self._may_have_lost_one = False
         error: BaseException | None = None
         while self._pending:
             raised = self._pending[0].exception()  # an interrupt while it waits leaves it queued

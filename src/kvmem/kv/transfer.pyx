@@ -311,9 +311,9 @@ cdef class Stager:
         """
         cdef BlockId last = history.table.n_blocks - 1
         self.seal_complete()
-        if last >= 0 and not history.table.is_complete(last):
-            self.copy_open(history, history, last)
         self.take_window(history)
+        if last >= 0 and not history.table.is_complete(last):
+            self.copy_open(history, history, last)  # at the end: a history that stays has none
         return 0
 
     cdef int take_window(self, History history) except -1:

@@ -93,7 +93,12 @@ cdef class LlamaPort(DevicePort):
 
     cdef unsigned char *slab_alloc(self, size_t n_bytes) except NULL:
         cdef unsigned char *slab = a.kvmem_host_alloc(self.context.memory(), n_bytes)
-        log.drain()  # it says so when memory is not pinned
+        try:
+            log.drain()  # it says so when memory is not pinned
+        except BaseException:  # a handler of the log, or an interrupt
+            if slab != NULL:
+                a.kvmem_host_free(self.context.memory(), slab)
+            raise
         if slab == NULL:
             raise MemoryError(f"no {n_bytes} bytes of host memory")
         return slab
