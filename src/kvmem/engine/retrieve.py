@@ -86,7 +86,6 @@ def read_query(
     cancel: CancelToken | None = None,
 ) -> Query:
     """Append ``tokens`` and read Q of those at the indices ``content`` on the way.
-
     The blocks that fill are not stored yet: after a replay they would hold other bytes.
     """
     start = memory.n_tokens
