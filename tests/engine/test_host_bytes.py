@@ -39,7 +39,7 @@ with Engine(config) as engine:
         session.read(tokens[start : start + 4096])
     memory = session.tiered
     memory.save_checkpoint()
-    memory.worker.flush()
+    memory.index.flush()
     taken = rss() - loaded
     kv = memory.layout.payload_bytes // memory.block_tokens * memory.n_tokens
     print(taken, kv, memory.summaries.n_bytes, memory.checkpoints.n_bytes)
