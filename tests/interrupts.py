@@ -7,7 +7,7 @@ from typing import Any, Self
 
 __all__ = ["Interrupts"]
 
-WATCHED = ("/kvmem/engine/", "/kvmem/kv/", "/contextlib.py")
+WATCHED = ("/kvmem/engine/", "/kvmem/kv/")
 # `with` over a lock of the interpreter ends in one step for signals, and not for a tracer
 SPARED = "/turns.py"
 
@@ -71,4 +71,6 @@ class Interrupts:
 
 def _is_watched(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
+    if name.endswith("/contextlib.py") and frame.f_back is not None:
+        name = frame.f_back.f_code.co_filename  # a `with` of the engine, and of nobody else
     return any(part in name for part in WATCHED) and not name.endswith(SPARED)

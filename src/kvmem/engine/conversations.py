@@ -228,6 +228,8 @@ class Conversations:
     ) -> None:
         memory = self._memory
         if use == "same":
+            while len(self) > self._limit and self._evict():  # a failed switch left an empty one
+                pass
             memory.truncate(kept)
             return
         if use == "switched":
