@@ -226,14 +226,11 @@ class MemoryConfig:
             if value < block:
                 raise ConfigError(name, value, f"at least one block (block_tokens={block})")
             if value % block:
+                whole = value // block * block
                 _log.warning(
-                    "%s=%d is no multiple of block_tokens=%d; using %d",
-                    name,
-                    value,
-                    block,
-                    value // block * block,
+                    "%s=%d is no multiple of block_tokens=%d; using %d", name, value, block, whole
                 )
-                object.__setattr__(self, name, value // block * block)
+                object.__setattr__(self, name, whole)
         _at_least("sink_tokens", self.sink_tokens, 0)
         _at_least("conversations", self.conversations, 1)
         if self.conversations_bytes is not None:

@@ -24,7 +24,7 @@ reserve                    128   34.0 KiB  given
 device pool                640  170.0 KiB  budget + reserve, K/V q8_0 / q8_0
 host store limit                  1.0 GiB  given
   conversations in it             1.0 GiB  at most 8 together
-  a token in it              1      345 B  K, V, summaries, tables
+  a token in it              1      362 B  K, V, summaries, tables
 scorer                                     fused
   calibration                              none: kvmem calibrate makes one
   a checkpoint in it                  0 B  none: this model has attention layers only

@@ -381,7 +381,7 @@ def test_a_new_session_knows_nothing_of_the_last_one(tiny_llama: Path) -> None:
 
 def test_other_pairs_reach_a_conversation_when_it_comes_back(tiny_llama: Path) -> None:
     """Its summaries are made from its records; the reply is that of an engine that had them."""
-    pairs = Calibration(fingerprint="", type_k="f32", type_v="f32", pairs=((1, 0),), slice_tokens=4)
+    pairs = Calibration(fingerprint="", type_k="f32", type_v="f32", pairs=((1, 0),), slice_tokens=8)
 
     def play(recorded: Recorded, calibrate_at: int) -> list[tuple[int, ...]]:
         one, other = Chat(random_tokens(150, 1)), Chat(random_tokens(150, 2))
@@ -391,7 +391,7 @@ def test_other_pairs_reach_a_conversation_when_it_comes_back(tiny_llama: Path) -
                 recorded.memory.use_calibration(pairs)
             replies.append(chat.ask(recorded.session, random_tokens(300, 3 + i)).tokens)
             conversations_of(recorded.session).check()
-            assert recorded.memory.summaries.slice_tokens == (4 if i >= calibrate_at else 8)
+            assert recorded.memory.summaries.slice_tokens == (8 if i >= calibrate_at else 4)
         return replies
 
     with record(tiny_llama, **MANY) as recorded:

@@ -84,6 +84,8 @@ class ChatRenderer:
         # the prompt shows the tools as the client wrote them, and all of them, so that its
         # beginning stays what it was
         text = parser.rendered["prompt"] if held is fields else self._prompt_of(request, fields)
+        if not text:
+            raise RequestError("the chat template wrote nothing: give a message with content")
         result = parser.rendered
         if result["grammar"]:
             grammar = self._format.hold(result["grammar"], demands, parameters, self._vocab.model)
