@@ -11,7 +11,7 @@ from engines import ask, random_tokens, record
 from kvmem.errors import TransferError
 
 EXACT = {"ordered": True, "type_k": "f16", "type_v": "f16"}
-HISTORY = random_tokens(900, seed=1)
+HISTORY = random_tokens(900, seed=2)
 SPAN = (860, 890)
 
 
