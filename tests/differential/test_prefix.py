@@ -13,7 +13,7 @@ from stock import stock_context
 
 from kvmem.llama.context import CancelToken
 
-LONG = random_tokens(900, seed=1)
+LONG = random_tokens(900, seed=2)
 SPAN = (860, 890)
 
 
