@@ -76,4 +76,5 @@ def is_number(value: object) -> TypeGuard[float]:
 def numbers_of(schema: Mapping[str, Any], keyword: str) -> list[float]:
     """The value of a keyword, if it is a number that JSON has."""
     value = schema.get(keyword)
-    return [value] if is_number(value) and math.isfinite(value) else []
+    is_finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    return [value] if is_number(value) and is_finite else []

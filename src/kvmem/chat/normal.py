@@ -30,6 +30,7 @@ Json = dict[str, Any]
 
 NOTHING: Json = {"not": {}}
 MAX_MULTIPLES = 1000
+LARGEST = 10**15 - 1  # what llama.cpp writes of an integer without bounds
 MAX_NODES = 20_000
 MAX_INLINED = 200
 # what may evaluate properties beside those that are named
@@ -86,7 +87,7 @@ class _Normalizer:
                 if isinstance(target, Mapping):
                     target = merge_all_of(target, self._root)
                 self._made[self._names[ref]] = self._node(target, ref)
-        except _TooMuch:
+        except (_TooMuch, RecursionError):
             fault = {("#", "the schema"): "has too many alternatives within alternatives"}
             return NormalSchema({"type": "object"}, unwritten=fault)
         if self._made:
@@ -256,7 +257,10 @@ def _plain_numbers(node: Json) -> Json:
     step = node.get("multipleOf")
     if node.get("type") == "number" and isinstance(step, int) and _is_positive(step):
         node["type"] = "integer"
-    if node.get("type") != "integer":
+    kinds = node.get("type")
+    if kinds != "integer" and not (
+        isinstance(kinds, list) and "integer" in kinds and "number" not in kinds
+    ):
         return node
     lows = [math.ceil(bound) for bound in numbers_of(node, "minimum")]
     lows += [math.floor(bound) + 1 for bound in numbers_of(node, "exclusiveMinimum")]
@@ -272,6 +276,13 @@ def _plain_numbers(node: Json) -> Json:
             for name in [name for name in names if numbers_of(node, name)]:
                 del node[name]
             node[names[0]] = best(bounds)
+    # with one bound alone llama.cpp's rules are wrong from two digits on
+    if lows and not highs and node["minimum"] <= LARGEST:
+        node["maximum"] = LARGEST
+    elif highs and not lows and node["maximum"] >= -LARGEST:
+        node["minimum"] = -LARGEST
+    if kinds != "integer":
+        return node
     if isinstance(step, float) and step.is_integer():
         step = int(step)
     if isinstance(step, int) and _is_positive(step):

@@ -37,7 +37,10 @@ WIDE_SETS: Final = {
     "s": ((0x1C, 0x20), (0x85, 0x85), *SPACE),
 }
 
-REPEAT = re.compile(r"\{(\d{1,4})(,(\d{0,4}))?\}")
+REPEAT = re.compile(r"\{([0-9]+)(,([0-9]*))?\}")
+MAX_REPEATS = 9999
+MAX_DEPTH = 64
+MAX_LETTERS = 20_000
 CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
 GROUP = re.compile(r"\?(:|P?<[A-Za-z_]\w*>)")
 # what JSON Schema calls a pattern matches anywhere in the text
@@ -107,6 +110,7 @@ class _Reader:
     def __init__(self, pattern: str) -> None:
         self._text = pattern
         self._at = 0
+        self._depth = 0
 
     def read(self) -> _Choice:
         found = self._read_choice()
@@ -132,6 +136,8 @@ class _Reader:
         letter = self._text[self._at : self._at + 1]
         counted = REPEAT.match(self._text, self._at)
         if counted is not None:
+            if max(len(digits.lstrip("0")) for digits in (counted[1], counted[3] or "")) > 4:
+                raise PatternError(f"repeats more than {MAX_REPEATS} times")
             least = int(counted[1])
             most = least if counted[2] is None else int(counted[3]) if counted[3] else None
             self._at = counted.end()
@@ -178,7 +184,11 @@ class _Reader:
             if opening is None:
                 raise PatternError("looks around, which no grammar can")
             self._at = opening.end()
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise PatternError(f"has groups nested deeper than {MAX_DEPTH}")
         inner = self._read_choice()
+        self._depth -= 1
         if self._at >= len(self._text):
             raise PatternError("has a parenthesis that is not closed")
         self._at += 1
@@ -191,9 +201,10 @@ class _Reader:
         wide: list[tuple[int, int]] = []
         while not self._text.startswith("]", self._at):
             letter = self._text[self._at + 1 : self._at + 2]
-            is_set = self._text.startswith("\\", self._at) and letter in SETS
+            is_set = self._text.startswith("\\", self._at) and letter.lower() in SETS and letter
             low = self._read_member()
-            wide += WIDE_SETS[letter] if is_set else ()
+            if is_set:
+                wide += WIDE_SETS[letter] if letter in SETS else _outside(SETS[letter.lower()])
             is_range = (
                 len(low) == 1
                 and low[0][0] == low[0][1]
@@ -289,6 +300,8 @@ class _Writer:
             return f"{item}{{{node.least},{node.most}}}"
         if node.least < 2:
             return item + "*+"[node.least]
+        if len(item) > MAX_LETTERS:  # it doubles with each repetition around it
+            raise PatternError("is too long where its repetitions are written out")
         return f"{item}{{{node.least}}}{item}*"
 
     def _write_chars(self, ranges: Ranges) -> str:

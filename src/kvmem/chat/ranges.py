@@ -181,6 +181,7 @@ def _before(digit: str) -> int:
 
 @lru_cache(maxsize=512)
 def _integers(least: int, most: int | None) -> str:
-    bounds = {"minimum": least} | ({} if most is None else {"maximum": most})
+    # with one bound alone llama.cpp's rule is wrong from two digits on
+    bounds = {"minimum": least, "maximum": max(least, 10**MOST - 1) if most is None else most}
     lines = schema_grammar({"type": "integer", **bounds}).splitlines()
     return next(line for line in lines if line.startswith("root ::= ")).removeprefix("root ::= ")

@@ -136,6 +136,7 @@ class Conversations:
 
     def clear(self) -> None:
         """Forget all of them."""
+        self._needed = None
         self._find_active()
         for one in self.parked:
             self._forget(one)
@@ -204,7 +205,8 @@ class Conversations:
             return "same" if best is self._memory.active else "switched"
         if kept < self._memory.block_tokens:
             return "new"
-        if not {best.client_id, prompt.conversation_id} - {None, prompt.conversation_id}:
+        is_own = not {best.client_id, prompt.conversation_id} - {None, prompt.conversation_id}
+        if is_own and not prompt.is_read_anew:  # then nothing goes on from it
             best.is_superseded = shared >= best.last.may_change_from > 0
         return "branched"
 

@@ -453,8 +453,8 @@ class TieredMemory:
     def make_active(self, conversation: Conversation) -> None:
         """This one's history is on the device from now on, with a state that is still another's."""
         self.state_is_certain = False
-        self.active = conversation
         self.index.follow(conversation)
+        self.active = conversation  # last: until then an interrupt finds that it is not active
 
     def new_conversation(self) -> Conversation:
         """An empty one, not on the device."""

@@ -204,7 +204,7 @@ class Session:
             report.host_bytes = memory.host.used
             report.checkpoints = memory.checkpoints.positions
             report.checkpoint_bytes = memory.checkpoints.n_bytes
-            report.notes = memory.notes
+            report.notes = list(memory.notes)
         times.other_s = total_s - times.counted_s
 
     def _read_plain(

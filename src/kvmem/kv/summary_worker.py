@@ -84,7 +84,8 @@ class SummaryWorker:
         try:
             self.flush()
         finally:
-            if not self._pending:  # an interrupt ended the wait: blocks are still being read
+            # else an interrupt ended the wait: blocks are still being read
+            if not self._pending and not self._may_have_lost_one:
                 self.summaries.truncate(n_blocks)
                 self._n_blocks = self.summaries.n_blocks
 
