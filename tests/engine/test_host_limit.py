@@ -102,3 +102,17 @@ def test_without_a_state_to_go_back_to_the_first_pass_stands(tiny_qwen35: Path) 
         assert {20, 21} <= set(report.blocks)  # what was read last is in sight
         assert report.checkpoints == []
         memory.check()
+
+
+def test_what_fits_on_the_device_goes_on_there(tiny_qwen35: Path) -> None:
+    """As above, at the turns behind the first one."""
+    replies = []
+    for limit in (None, 600 << 10):
+        with record(tiny_qwen35, budget_tokens=2048, host_limit_bytes=limit) as recorded:
+            tokens = random_tokens(1200, seed=1)
+            for turn in range(3):
+                reply = ask(recorded.session, tokens)
+                recorded.memory.check()
+                replies.append(reply.tokens)
+                tokens = (*tokens, *reply.tokens, *random_tokens(40, seed=2 + turn))
+    assert replies[:3] == replies[3:]

@@ -149,7 +149,10 @@ def apply(memory: TieredMemory, selection: I32, report: MemoryReport) -> None:
     if len(selection) == 0:
         return
     with report.times.measure("move_s", memory.clock):
-        memory.seal()
+        if len(np.setdiff1d(memory.working_set.resident(), selection)):
+            memory.seal()
+        else:  # nothing has to leave
+            memory.try_seal()
         transfer = memory.working_set.apply(selection)
     report.blocks_in += transfer.n_in
     report.blocks_out += transfer.n_out
