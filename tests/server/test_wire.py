@@ -303,6 +303,16 @@ def test_a_body_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     assert post(FakeBackend()).status_code == 413
 
 
+def test_what_was_held_back_is_said_before_the_error() -> None:
+    script = Script(pieces=(b"Hello ", b"wor", b"l"), error=DecodeError("it broke"), fail_at=2)
+    response = post(FakeBackend(script), stream=True, stop=["world!"])
+    lines = [line for line in response.text.splitlines() if line.startswith("data: ")]
+    *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert last == error_body(DecodeError("it broke"))
+    said = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
+    assert "".join(said) == "Hello wor"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("error", "status", "kind"),

@@ -88,6 +88,10 @@ int kvmem_draft_result(kvmem_memory * follower, int32_t * token, float * row, fl
     const auto * model   = llama_get_model(follower->ctx);
     const int    n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
     *token               = (int32_t) (std::max_element(logits, logits + n_vocab) - logits);
+    memcpy(row, hidden, llama_model_n_embd_out(model) * sizeof(float));
+    if (!p) {
+        return KVMEM_OK;
+    }
     // as llama.cpp's own drafts are measured: so --spec-draft-p-min means the same here
     std::array<float, 10> best;
     const auto end = std::partial_sort_copy(logits, logits + n_vocab, best.begin(), best.end(), std::greater<float>());
@@ -96,7 +100,6 @@ int kvmem_draft_result(kvmem_memory * follower, int32_t * token, float * row, fl
         sum += std::exp(*it - best[0]);
     }
     *p = 1 / sum;
-    memcpy(row, hidden, llama_model_n_embd_out(model) * sizeof(float));
     return KVMEM_OK;
 }
 

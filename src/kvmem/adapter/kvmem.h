@@ -161,7 +161,7 @@ KVMEM_API const float * kvmem_hidden_rows(const kvmem_memory * leader);
 KVMEM_API int kvmem_draft_decode(kvmem_memory * follower, const int32_t * cells, const int32_t * tokens,
         const int32_t * pos, const float * first_row, const float * rows, uint32_t n, int wants_result);
 // What the last of them is followed by, chosen greedily, its probability among the ten likeliest, and the last one's
-// own hidden row, which stands in for the leader's.
+// own hidden row, which stands in for the leader's. p: NULL if nobody asks.
 KVMEM_API int kvmem_draft_result(kvmem_memory * follower, int32_t * token, float * row, float * p);
 // Forget these cells in the follower alone.
 KVMEM_API int kvmem_draft_forget(kvmem_memory * follower, const int32_t * cells, uint32_t n);

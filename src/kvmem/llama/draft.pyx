@@ -142,7 +142,8 @@ cdef class DraftContext:
         cdef int n_found = 0
         cdef int n_decoded = 1
         cdef int token
-        cdef float p
+        cdef float p = 1
+        cdef float *wanted = &p if p_min > 0 else NULL
         if n < 1 or cells.shape[0] < n or pos.shape[0] < n:
             raise ValueError(f"{n} proposals, {cells.shape[0]} cells, {pos.shape[0]} positions")
         self._require(cells[:1], tokens, pos[:1], hidden, 1)
@@ -150,7 +151,7 @@ cdef class DraftContext:
         try:
             self._decode(&cells[0], &token, &pos[0], &hidden[0], NULL, 1, True)
             while True:
-                if a.kvmem_draft_result(memory, &token, &self._row[0], &p) != a.KVMEM_OK:
+                if a.kvmem_draft_result(memory, &token, &self._row[0], wanted) != a.KVMEM_OK:
                     raise DecodeError(a.kvmem_last_error().decode("utf-8", "replace"))
                 if p < p_min:
                     break

@@ -213,7 +213,14 @@ async def _read(
         if not events:
             silence_s = max(0.0, told + SILENCE_S - monotonic())
             waits_s = reader.waits_s if is_shown else None
-            events = await generation.drain(silence_s if waits_s is None else waits_s)
+            try:
+                events = await generation.drain(silence_s if waits_s is None else waits_s)
+            except Exception:
+                # what was generated before the error is said
+                rest = reader.finish("cancelled") if is_shown else Delta()
+                if rest:
+                    yield _Piece(rest, tuple(waiting), n_waiting)
+                raise
         for event in events:
             if isinstance(event, PromptProgress):
                 yield event
