@@ -9,7 +9,7 @@ from kvmem.errors import ConfigError
 __all__ = ["ServerConfig"]
 
 HOST = re.compile(r"\*|(\*\.)?[^\s:/*]+")
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^/\s\[\]*@:]+)(:\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -265,6 +265,8 @@ def test_settings_of_the_server_are_checked(tmp_path: Path) -> None:
         ({"ssl_key_file": pem}, "ssl_cert_file is not given"),
         ({"ssl_key_file": pem, "ssl_cert_file": tmp_path / "no"}, "a file that can be read"),
         ({"cors_origins": ("chat.example",)}, "cors_origins is chat.example"),
+        ({"cors_origins": ("http://[::1",)}, "cors_origins is http"),
+        ({"cors_origins": ("https://*.chat.example",)}, "cors_origins is https"),
         ({"allowed_hosts": ("https://chat.example",)}, "allowed_hosts is https://chat.example"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -290,4 +290,6 @@ def _texts_of(values: Sequence[Any], kinds: set[str]) -> Iterator[str]:
 
 def _literal(text: str) -> str:
     letters = {"\n": r"\n", "\r": r"\r", "\t": r"\t", '"': r"\"", "\\": r"\\"}
+    # a NUL would end the grammar's text
+    letters |= {chr(code): f"\\x{code:02x}" for code in (*range(9), 11, 12, *range(14, 32), 127)}
     return '"' + "".join(letters.get(letter, letter) for letter in text) + '"'
