@@ -19,6 +19,9 @@ from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams
 from kvmem.errors import DecodeError, KvmemError, StateError
 
+# one that hits a generator while Python lets go of it is told, and raised nowhere
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 HOST_BYTES = 5 << 20
 
 

@@ -13,6 +13,9 @@ from chats import WHOLE, Chat, conversations_of
 from engines import Recorded, random_tokens, record
 from interrupts import Interrupts
 
+# one that hits a generator while Python lets go of it is told, and raised nowhere
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 N_TRIES = int(os.environ.get("TRIES", "25"))
 
 
