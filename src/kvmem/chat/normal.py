@@ -22,7 +22,7 @@ from kvmem.chat.all_of import Conflict, join, merge_all_of
 from kvmem.chat.exclusive import is_equal, is_of_type, make_exclusive
 from kvmem.chat.keywords import demands_of, numbers_of, with_subschemas
 from kvmem.chat.pattern import PatternError, write_pattern
-from kvmem.chat.ranges import mark_ranges
+from kvmem.chat.ranges import LARGEST, mark_ranges
 
 __all__ = ["NormalSchema", "normal_schema"]
 
@@ -30,7 +30,6 @@ Json = dict[str, Any]
 
 NOTHING: Json = {"not": {}}
 MAX_MULTIPLES = 1000
-LARGEST = 10**15 - 1  # what llama.cpp writes of an integer without bounds
 MAX_NODES = 20_000
 MAX_INLINED = 200
 # what may evaluate properties beside those that are named

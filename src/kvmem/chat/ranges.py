@@ -14,10 +14,11 @@ from typing import Any, Final
 from kvmem.chat.keywords import demands_of, numbers_of, with_subschemas
 from kvmem.llama.grammar import schema_grammar
 
-__all__ = ["mark_ranges", "number_rule", "put_rules"]
+__all__ = ["LARGEST", "mark_ranges", "number_rule", "put_rules"]
 
 # of digits behind the point, and of those in front where there is no bound
 MOST: Final = 15
+LARGEST: Final = 10**MOST - 1  # what llama.cpp writes of an integer without bounds
 ANY: Final = f"[0-9]{{0,{MOST}}}"
 SOME: Final = f"[0]{{0,{MOST - 1}}} [1-9] {ANY}"
 FRACTION: Final = f'("." [0-9]{{1,{MOST}}})?'
@@ -182,6 +183,6 @@ def _before(digit: str) -> int:
 @lru_cache(maxsize=512)
 def _integers(least: int, most: int | None) -> str:
     # with one bound alone llama.cpp's rule is wrong from two digits on
-    bounds = {"minimum": least, "maximum": max(least, 10**MOST - 1) if most is None else most}
+    bounds = {"minimum": least, "maximum": max(least, LARGEST) if most is None else most}
     lines = schema_grammar({"type": "integer", **bounds}).splitlines()
     return next(line for line in lines if line.startswith("root ::= ")).removeprefix("root ::= ")

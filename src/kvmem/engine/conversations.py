@@ -83,9 +83,7 @@ class Conversations:
         best, shared, kept = self._find(prompt, tokens)
         use = self._choose(best, prompt, shared, kept)
         if prompt.is_read_anew:
-            use, kept = self._forget_known(use, best), 0
-        if prompt.is_read_anew:
-            shared = 0
+            use, kept, shared = self._forget_known(use, best), 0, 0
         elif use == "new":
             shared = self._begins_like(tokens)
         self._needed = None if use == "new" else best
@@ -101,7 +99,7 @@ class Conversations:
         active.used = self._clock
         active.is_superseded = False
         active.client_id = prompt.conversation_id or active.client_id
-        active.last = _last_prompt(prompt, active)
+        active.last = _last_prompt(prompt)
         report.conversation = active.number
         report.conversation_use = use
         report.n_conversations = len(self)
@@ -334,7 +332,7 @@ class Conversations:
             self._memory.host.set_limit(self._host_limit)
 
 
-def _last_prompt(prompt: Prompt, conversation: Conversation) -> LastPrompt:
+def _last_prompt(prompt: Prompt) -> LastPrompt:
     messages_end = generation_start(prompt)
     may_change_from = 0
     if any(item.role == "assistant" for item in prompt.spans):
