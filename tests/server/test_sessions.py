@@ -168,7 +168,7 @@ def finish(connection: socket.socket) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def server(tiny_llama: Path) -> Iterator[tuple[Server, tuple[str, int]]]:
     with serving(
-        "-m", str(tiny_llama), "--port", "0", "-c", "16384", "-t", "1", "--kvmem-budget", "512",
+        "-m", str(tiny_llama), "--port", "0", "-c", "65536", "-t", "1", "--kvmem-budget", "512",
         "--kvmem-block-tokens", "32", "--kvmem-gen-reserve", "128", "--temp", "0", "-b", "64",
     ) as server:  # fmt: skip
         yield server, server.address()
@@ -212,7 +212,7 @@ def test_ten_clients_in_a_row_leave_during_their_replies(
 def test_a_stream_is_never_silent_for_long(server: tuple[Server, tuple[str, int]]) -> None:
     """Case R09: headers at once, then something each second while a long prompt is read."""
     _, address = server
-    words = " ".join(f"v{(i * 37) % 991}" for i in range(3000))
+    words = " ".join(f"v{(i * 37) % 991}" for i in range(8000))
     body = {"messages": [{"role": "user", "content": words}], "max_tokens": 3, "stream": True}
     gaps, received = [], b""
     told = monotonic()
