@@ -1,0 +1,203 @@
+"""Drafts on a GPU: what a step costs and gains, with snapshots and with replay, and what a state
+costs to save and to put back.
+
+    python bench/gpu/drafts.py model.gguf --out drafts.jsonl
+
+Random weights accept next to nothing, and a trained model accepts most: here the share is set, so
+that both ends are timed. The proposals, the batch that verifies them and what is taken back are
+real. The engines lie on the GPU at the same time and take turns.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvmem.bench.record import environment, gpu_used_bytes, json_line
+from kvmem.bench.speed import READ_TOKENS, make_text
+from kvmem.config import DraftConfig, DraftState, EngineConfig, MemoryConfig, ModelConfig
+from kvmem.engine import decode
+from kvmem.engine.draft import Worth
+from kvmem.engine.engine import Engine
+from kvmem.engine.events import Done
+from kvmem.engine.prompt import Prompt, Span
+from kvmem.engine.sampling import GenerateParams, SamplingParams
+from kvmem.engine.stats import RequestStats
+from kvmem.llama.state import restore_state, save_state, state_bytes
+
+Row = dict[str, Any]
+
+QUESTION_TOKENS = 64
+N_DRAFTS = 3
+STATES: tuple[DraftState | None, ...] = (None, "snapshots", "replay")
+ACCEPTED = (0, 1, 2, 3)
+
+
+class _Forced(decode._Reply):  # noqa: SLF001, the one place that knows what was accepted
+    """Accepts the first `accepted` proposals of a step, whatever they are. Each row is sampled as
+    always.
+    """
+
+    accepted = 0
+
+    def _accept(self, drafts: list[int]) -> list[int]:
+        n = min(self.accepted, len(drafts))
+        sampled = [self.sample(row) for row in range(n + 1)]
+        self._stats.draft_n += len(drafts)
+        self._stats.draft_n_accepted += n
+        return [*drafts[:n], sampled[-1]]
+
+
+def configure(arguments: argparse.Namespace, state: DraftState | None) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(path=arguments.model, n_gpu_layers=arguments.n_gpu_layers),
+        memory=MemoryConfig(
+            workspace_tokens=2 * arguments.tokens,
+            budget_tokens=arguments.budget,
+            reserve_tokens=arguments.reserve,
+            block_tokens=arguments.block,
+            batch_tokens=2048,
+            type_k="q8_0",
+            type_v="q8_0",
+        ),
+        draft=DraftConfig(spec_type="draft-mtp", n_max=N_DRAFTS, state=state)
+        if state
+        else DraftConfig(),
+    )
+
+
+class System:
+    """An engine behind a history."""
+
+    def __init__(self, engine: Engine, tokens: int) -> None:
+        self.engine = engine
+        self.session = engine.session()
+        text = make_text(engine, tokens + QUESTION_TOKENS)
+        self.history, self.question = text[:tokens], text[tokens:]
+        started = time.perf_counter()
+        for start in range(0, tokens, READ_TOKENS):
+            self.session.read(self.history[start : start + READ_TOKENS])
+        self.read_per_s = tokens / (time.perf_counter() - started)
+        self.session.tiered.save_checkpoint()  # each request begins here
+
+    def reply(self, n_tokens: int) -> RequestStats:
+        drafter = self.session.tiered.drafter
+        if drafter is not None:
+            drafter.worth = Worth()  # drafts that lose are to be timed, too
+        tokens = (*self.history.tolist(), *self.question.tolist())
+        prompt = Prompt(tokens=tokens, query_span=Span(len(self.history), len(tokens)))
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+        *_, done = self.session.generate(
+            prompt, GenerateParams(sampling=sampling, max_tokens=n_tokens)
+        )
+        assert isinstance(done, Done)
+        self.session.truncate(len(self.history))
+        return done.stats
+
+
+def run(arguments: argparse.Namespace) -> Iterator[Row]:
+    with ExitStack() as stack:
+        systems: dict[str, System] = {}
+        for state in STATES:
+            before = gpu_used_bytes()
+            engine = stack.enter_context(Engine(configure(arguments, state)))
+            name = state or "no drafts"
+            systems[name] = System(engine, arguments.tokens)
+            kv_bytes, state_bytes_ = engine.tiered.port.device_bytes()
+            yield {
+                "what": "memory",
+                "system": name,
+                "all MiB": (gpu_used_bytes() - before) / 2**20,
+                "KV MiB": kv_bytes / 2**20,
+                "recurrent MiB": state_bytes_ / 2**20,
+                "prefill t/s": systems[name].read_per_s,
+            }
+        yield from states(systems)
+        yield from replies(systems, arguments.reply, arguments.repeats)
+
+
+def states(systems: dict[str, System], repeats: int = 9) -> Iterator[Row]:
+    """A recurrent state to the host and back."""
+    for name, system in systems.items():
+        context = system.engine.tiered.context
+        state = np.ones(state_bytes(context), np.uint8)
+        for what, move in (("save", save_state), ("restore", restore_state)):
+            seconds = []
+            for _ in range(repeats):
+                started = time.perf_counter()
+                move(context, state)
+                seconds.append(time.perf_counter() - started)
+            yield {
+                "what": f"{what} a state",
+                "system": name,
+                "MiB": len(state) / 2**20,
+                "ms": 1e3 * statistics.median(seconds),
+                "GB/s": len(state) / statistics.median(seconds) / 1e9,
+                "n": repeats,
+            }
+
+
+def replies(systems: dict[str, System], n_tokens: int, repeats: int) -> Iterator[Row]:
+    """Replies with every share of accepted drafts, each system in its turn."""
+    stats: dict[tuple[str, int], list[RequestStats]] = {}
+    for turn in range(repeats + 1):
+        for name, system in systems.items():
+            for accepted in ACCEPTED if name != "no drafts" else (0,):
+                _Forced.accepted = accepted
+                one = system.reply(n_tokens)
+                if turn:  # the first round builds graphs
+                    stats.setdefault((name, accepted), []).append(one)
+    plain = statistics.median(map(_per_s, stats["no drafts", 0]))
+    for (name, accepted), measured in stats.items():
+        rate = statistics.median(map(_per_s, measured))
+        yield {
+            "what": "reply",
+            "system": name,
+            "accepted of a step": accepted,
+            "t/s": rate,
+            "of no drafts": rate / plain,
+            "ms a step": 1e3 * (accepted + 1) / rate,
+            "ms of the head": 1e3
+            * statistics.median(m.memory.times.draft_s for m in measured)
+            * (accepted + 1)
+            / (n_tokens - 1),
+            "n": len(measured),
+        }
+
+
+def _per_s(stats: RequestStats) -> float:
+    return (stats.completion_tokens - 1) / stats.decode_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--tokens", type=int, default=49_152, help="tokens of the history")
+    parser.add_argument("--budget", type=int, default=36_864)
+    parser.add_argument("--reserve", type=int, default=16_384)
+    parser.add_argument("--block", type=int, default=128)
+    parser.add_argument("--reply", type=int, default=97, help="tokens of a reply")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("-ngl", "--n-gpu-layers", type=int, default=-1)
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    arguments = parser.parse_args()
+    decode._Reply = _Forced  # type: ignore[misc]  # noqa: SLF001
+    rows = [environment(arguments.model, vars(arguments), "drafts")]
+    for row in run(arguments):
+        rows.append({"record": "drafts", **row})
+        shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}
+        print(shown, flush=True)
+    if arguments.out:
+        with arguments.out.open("a") as file:
+            file.writelines(json_line(row) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()
