@@ -39,6 +39,41 @@ class Grammar:
         self._write(self.rules[root], rng, 0, most, parts.append)
         return "".join(parts)
 
+    def accepts(self, text: str, root: str = "root") -> bool:
+        """Whether a text is one of the grammar's."""
+        return len(text) in self._ends(self.rules[root], text, {0})
+
+    def _ends(self, node: Node, text: str, starts: set[int]) -> set[int]:
+        """Where a node may end that begins at one of these places."""
+        kind, value = node
+        if kind == "text":
+            return {at + len(str(value)) for at in starts if text.startswith(str(value), at)}
+        if kind == "chars":
+            assert isinstance(value, list)
+            return {
+                at + 1 for at in starts
+                if at < len(text) and any(low <= ord(text[at]) <= high for low, high in value)
+            }  # fmt: skip
+        if kind == "name":
+            return self._ends(self.rules[str(value)], text, starts) if starts else starts
+        if kind == "all":
+            assert isinstance(value, list)
+            for item in value:
+                starts = self._ends(item, text, starts)
+            return starts
+        if kind == "any":
+            assert isinstance(value, list)
+            return {end for item in value for end in self._ends(item, text, starts)}
+        assert isinstance(value, _Times)
+        found = set(starts) if value.least == 0 else set()
+        for times in range(1, len(text) + 2 if value.most is None else value.most + 1):
+            starts = self._ends(value.item, text, starts)
+            if times >= value.least:
+                if starts <= found and times > value.least:
+                    break
+                found |= starts
+        return found
+
     def _write(
         self, node: Node, rng: random.Random, depth: int, most: int, put: Callable[[str], None]
     ) -> None:

@@ -126,19 +126,17 @@ def check_speed(url: str) -> None:
     assert [(row.kind, row.n) for row in rows] == [("cold", 1), ("warm", 2)] * 2
 
 
+@pytest.mark.parametrize(
+    "model", ["tiny_llama", pytest.param("demo_model", marks=pytest.mark.slow)]
+)
 def test_a_server_is_measured_by_the_same_client(
-    start: Callable[..., "Iterator[str]"], tiny_llama: Path, tmp_path: Path
+    start: Callable[..., "Iterator[str]"],
+    model: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
 ) -> None:
-    with start(tiny_llama, tmp_path, 4096) as url:  # type: ignore[attr-defined]
-        check_tasks(url)
-        check_speed(url)
-
-
-@pytest.mark.slow
-def test_a_real_model_behind_a_server(
-    start: Callable[..., "Iterator[str]"], demo_model: Path, tmp_path: Path
-) -> None:
-    with start(demo_model, tmp_path, 4096) as url:  # type: ignore[attr-defined]
+    path: Path = request.getfixturevalue(model)
+    with start(path, tmp_path, 4096) as url:  # type: ignore[attr-defined]
         check_tasks(url)
         check_speed(url)
 

@@ -58,6 +58,7 @@ def tool(name: str, /, strict: bool = False, **properties: Any) -> dict[str, Any
 SHORT = {"type": "string", "maxLength": 3}
 WIDE = {"type": "integer", "minimum": 2**63 - 808, "maximum": 2**63 - 1}
 LOOP = {"$ref": "#/properties/b"}
+NEVER = {"type": "string", "minLength": 5, "maxLength": 3}
 LOOK = tool("look", place={"type": "string"})
 OTHER = tool("other", n={"type": "integer"})
 
@@ -236,7 +237,12 @@ def test_tools_of_other_types_are_left_out_with_a_note(vocab: Vocab) -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {
                 "type": "object", "properties": {"a": {"type": "string", "pattern": "^(?=a)$"}}}}}},
             "response_format",
-            "cannot be enforced: pattern at #/properties/a",
+            "has no value: pattern at #/properties/a fits no text",
+        ),
+        (
+            {"json_schema": {"type": "string", "pattern": "^(?<=a)b$"}},
+            "response_format",
+            "cannot be enforced: pattern at # .* looks around",
         ),
         (
             {"json_schema": {"type": "object", "properties": {"a": 5}}},
@@ -292,19 +298,20 @@ def test_tools_of_other_types_are_left_out_with_a_note(vocab: Vocab) -> None:
         ),
         ({"grammar": "root ::= " + "[a]" * 100_000}, "grammar", "is longer than 262144 characters"),
         (
-            {"tools": [LOOK, tool("f", a={"$ref": "#/$defs/gone"})]},
+            {"tools": [LOOK, tool("f", strict=True, a={"$ref": "#/$defs/gone"})]},
             "tools[1].function.parameters",
-            "of f cannot be used: JSON schema error at #/properties/a: cannot resolve",
+            "of the strict function f: .ref at #/properties/a points to #/.defs/gone",
         ),
         (
-            {"tools": [LOOK, tool("f", a={"type": "string", "minLength": 5, "maxLength": 3})]},
+            {"tools": [LOOK, {"type": "function", "function": {"name": "f", "strict": True,
+             "parameters": {"type": "object", "properties": {"a": NEVER}, "required": ["a"]}}}]},
             "tools[1].function.parameters",
-            "of f have no value: minLength 5 at #/properties/a contradicts maxLength 3",
+            "of the strict function f: minLength 5 at #/properties/a contradicts maxLength 3",
         ),
         (
-            {"tools": [tool("f", a=WIDE)]},
+            {"tools": [tool("f", strict=True, a=WIDE)]},
             "tools[0].function.parameters",
-            "of f cannot be used: .*19,15. has a minimum above its maximum",
+            "of the strict function f: maximum at #/properties/a has no grammar beyond",
         ),
         (
             {"json_schema": {"type": "array", "minItems": 5, "maxItems": 3}},
@@ -326,7 +333,7 @@ def test_tools_of_other_types_are_left_out_with_a_note(vocab: Vocab) -> None:
         (
             {"json_schema": {"allOf": [{"type": "integer"}, {"type": "string"}]}},
             "response_format",
-            "cannot be enforced: type at #/allOf/0 is lost in allOf",
+            'has no value: type at # "integer" contradicts "string"',
         ),
         ({"continue_final_message": True}, "continue_final_message", "needs an assistant message"),
         (
@@ -373,6 +380,38 @@ def test_demands_on_loose_tools_are_told(vocab: Vocab) -> None:
         "tools[0].function.parameters of f: maxLength at #/properties/a is not enforced in this "
         "template's calls",
     )
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (NEVER, "minLength 5 at #/properties/a contradicts maxLength 3"),
+        ({"$ref": "#/$defs/gone"}, "$ref at #/properties/a points to #/$defs/gone, which is"),
+        ({"type": "colour"}, "the schema at #/properties/a is not enforced: JSON schema error"),
+        ({"anyOf": []}, "anyOf at #/properties/a/anyOf must be a list of schemas"),
+        ({"allOf": [{"const": 1}, {"const": 2}]}, "const at #/properties/a 1 contradicts 2"),
+        (WIDE, "the schema at #/properties/a is not enforced: "),
+        (5, "the schema at #/properties/a must be an object"),
+    ],
+)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_broken_schema_costs_a_loose_tool_no_more_than_that_argument(
+    vocab: Vocab, broken: Any, reason: str, choice: str
+) -> None:
+    """The rest is enforced, and the report says what is not."""
+    loose = tool("f", a=broken, b={"type": "integer"})
+    loose["function"]["parameters"]["required"] = ["a", "b"]
+    rendered = render(vocab, tools=[LOOK, loose], tool_choice=choice)
+    assert any(
+        note.startswith(f"tools[1].function.parameters of f: {reason}") for note in rendered.notes
+    ), rendered.notes
+    grammar = constraint(rendered)["grammar"]
+    sound = tool("f", a={}, b={"type": "integer"})
+    sound["function"]["parameters"]["required"] = ["a", "b"]
+    assert grammar == constraint(render(vocab, tools=[LOOK, sound], tool_choice=choice))["grammar"]
+    loose["function"]["strict"] = True
+    with pytest.raises(FieldError, match="of the strict function f"):
+        render(vocab, tools=[LOOK, loose], tool_choice=choice)
 
 
 def test_a_template_without_tools_says_so(vocab: Vocab) -> None:

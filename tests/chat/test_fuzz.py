@@ -1,7 +1,6 @@
 """Whatever a client sends is answered or refused by name; nothing dies."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +15,6 @@ from kvmem.llama.model import Model
 from kvmem.llama.sampler import Sampler
 from kvmem.llama.template import ChatTemplate
 from kvmem.llama.vocab import Vocab
-
-
-@pytest.fixture(scope="module")
-def model(tiny_llama: Path) -> Iterator[Model]:
-    with Model(tiny_llama) as model:
-        yield model
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ import pytest
 from gbnf import read_grammar
 
 from kvmem.chat import formats
-from kvmem.chat.pattern import PatternError, write_pattern
+from kvmem.chat.pattern import write_pattern
+from kvmem.chat.regex import PatternError
 from kvmem.llama.grammar import schema_grammar
 
 PATTERNS = (

@@ -12,6 +12,7 @@ from kvmem.chat.request import parse_chat_request
 from kvmem.engine.prompt import Prompt, Span
 from kvmem.errors import RequestError
 from kvmem.llama.model import Model
+from kvmem.llama.reply_parser import ReplyParser
 from kvmem.llama.template import ChatTemplate
 from kvmem.llama.vocab import Vocab
 
@@ -184,3 +185,36 @@ def test_thinking_and_tools_reach_the_template(vocab: Vocab) -> None:
 def test_a_template_that_refuses_says_why(vocab: Vocab) -> None:
     with pytest.raises(RequestError, match="long"):
         render(vocab, STRICT, [user("x" * 40)])
+
+
+COUNTS = tiny_vocab.CHATML_TOOLS.replace(
+    "'<|im_start|>assistant\\n'", "'<|im_start|>assistant ' ~ messages | length ~ '\\n'"
+)
+
+
+@pytest.mark.parametrize("source", ["", COUNTS])
+def test_a_parser_made_from_the_last_turn_is_that_of_all(
+    vocab: Vocab, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made so where a schema is rewritten, and where the prompt ends alike for it."""
+    made: list[dict[str, Any]] = []
+
+    def make(template: ChatTemplate, model: Model, fields: dict[str, Any]) -> ReplyParser:
+        made.append(fields)
+        return ReplyParser(template, model, fields)
+
+    monkeypatch.setattr("kvmem.chat.render.ReplyParser", make)
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "enum": ["x"]}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    said = [{"role": "user", "content": f"text {i}"} for i in range(3)]
+    said[1]["role"] = "assistant"
+    with ChatTemplate(vocab.model, source) as template:
+        request = parse_chat_request({"messages": said, "tools": tools, "tool_choice": "required"})
+        rendered = ChatRenderer(template, vocab).render(request)
+        assert [len(fields["messages"]) for fields in made] == ([1, 3] if source else [1])
+        messages = [message.for_template() for message in request.messages]
+        whole = ReplyParser(template, vocab.model, {**made[0], "messages": messages})
+    parser = rendered.parser
+    assert isinstance(parser, ReplyParser)
+    assert {**parser.rendered, "prompt": ""} == {**whole.rendered, "prompt": ""}
+    assert rendered.text.endswith(whole.rendered["generation_prompt"])

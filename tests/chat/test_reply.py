@@ -121,7 +121,7 @@ class SlowParser(PlainParser):
 def test_a_long_reply_takes_little_to_read_and_stays_live(token_s: float) -> None:
     clock = Clock()
     parser = SlowParser(clock)
-    reader = ReplyReader(parser, clock=clock)
+    reader = ReplyReader(parser, clock=clock, work=clock)
     said = ""
     late_s = 0.0
     shown_at: list[tuple[float, int]] = []
@@ -139,6 +139,24 @@ def test_a_long_reply_takes_little_to_read_and_stays_live(token_s: float) -> Non
     assert parser.spent_s < 0.06 * clock.now
     assert late_s < 0.2
     assert said + reader.finish("stop").content == "word" * 32_000
+
+
+def test_others_on_the_machine_change_no_rest() -> None:
+    """A reading that waits for the processor works no longer."""
+    wall, work = Clock(), Clock()
+
+    class Held(PlainParser):
+        def feed(self, text: str) -> dict[str, Any]:
+            wall.now += 2.0
+            work.now += 0.001
+            return super().feed(text)
+
+    reader = ReplyReader(Held(), clock=wall, work=work)
+    assert reader.feed(events_of([b"a"])).content == "a"
+    assert reader.feed(events_of([b"b"])).content == ""
+    assert reader.waits_s == pytest.approx(0.019)
+    wall.now += 0.02
+    assert reader.feed([]).content == "b"
 
 
 class TimedParser:
@@ -175,7 +193,7 @@ def test_rests_change_nothing(renderer: ChatRenderer, pauses: list[int]) -> None
     """What waits while the parser rests comes with what follows, or at the end."""
     clock = Clock()
     parser = TimedParser(renderer.render(parse_chat_request(ASKED)).parser, clock)
-    reader = ReplyReader(parser, clock=clock)
+    reader = ReplyReader(parser, clock=clock, work=clock)
     message = ReplyMessage()
     for n, piece in enumerate(SCRIPT[1:]):
         message.add(reader.feed(events_of([piece.encode()])))

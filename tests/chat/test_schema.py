@@ -1,8 +1,6 @@
 """Which demands of a schema a grammar keeps, and which one is named because it would be lost."""
 
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +17,7 @@ from kvmem.llama.model import Model
 Json = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def model(tiny_llama: Path) -> Iterator[Model]:
-    with Model(tiny_llama) as model:
-        yield model
-
-
-def obj(**properties: Json) -> Json:
+def obj(**properties: Any) -> Json:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
@@ -72,7 +64,7 @@ def test_values_of_any_type_are_kept_or_lost_by_name(model: Model, keyword: str)
                 text_rules(normal)
                 only_properties(normal_schema(schema).schema)
                 list(find_oversized(schema))
-                list(find_contradictions(schema))
+                list(find_contradictions(normal_schema(schema)))
             except RequestError as error:
                 assert str(error)
 
@@ -116,8 +108,10 @@ def test_what_a_grammar_keeps(model: Model, schema: Json) -> None:
         (obj(a={"type": "array", "uniqueItems": True}), "#/properties/a", "uniqueItems"),
         (obj(a={"type": "array", "items": {"not": {"type": "null"}}}), "#/properties/a/items",
          "not"),
-        (obj(a={"type": "string", "pattern": "^a+$", "maxLength": 3}), "#/properties/a",
+        (obj(a={"type": "string", "pattern": r"^a\b$", "maxLength": 3}), "#/properties/a",
          "maxLength"),
+        (obj(a={"type": "string", "pattern": "^a+$", "format": "regex"}), "#/properties/a",
+         "format"),
         ({"type": "object", "patternProperties": {}}, "#", "patternProperties"),
         ({"type": "object", "minProperties": 1}, "#", "minProperties"),
         ({"anyOf": [{"type": "string", "if": {}}]}, "#/anyOf/0", "if"),
@@ -137,7 +131,7 @@ def test_what_a_grammar_keeps(model: Model, schema: Json) -> None:
         ({"type": "integer", "minimum": 2**53}, "#", "minimum"),
         ({"type": "string", "maxLength": 2001}, "#", "maxLength"),
         ({"type": "string", "pattern": "^a{5,3}$"}, "#", "pattern"),
-        (obj(a=5), "#/properties/a", "the schema"),  # type: ignore[arg-type]
+        (obj(a=5), "#/properties/a", "the schema"),
     ],
 )  # fmt: skip
 def test_what_would_be_lost_is_named(model: Model, schema: Json, path: str, keyword: str) -> None:
@@ -203,11 +197,79 @@ def test_what_is_too_large_for_llamacpp(schema: Json, reason: str) -> None:
          "exclusiveMinimum and exclusiveMaximum at # leave no integer"),
         ({"type": "integer", "minimum": 1.2, "maximum": 1.8},
          "minimum and maximum at # leave no integer"),
+        ({"type": "integer", "minimum": 1, "maximum": 4, "multipleOf": 5},
+         "multipleOf 5 at # has no number where minimum and maximum leave one"),
+        ({"type": "number", "minimum": 2, "maximum": 1}, "minimum 2 at # contradicts maximum 1"),
+        ({"type": ["integer", "number"], "minimum": 2, "maximum": 1},
+         "minimum 2 at # contradicts maximum 1"),
+        ({"allOf": [{"type": "integer"}, {"type": "string"}]},
+         'type at # "integer" contradicts "string"'),
+        ({"allOf": [{"enum": [1, 2]}, {"enum": ["a"]}]}, 'enum at # [1, 2] contradicts ["a"]'),
+        ({"allOf": [{"const": 1}, {"const": 2}]}, "const at # 1 contradicts 2"),
+        ({"allOf": [{"const": 1}, {"enum": [2, 3]}]}, "const at # is not in enum"),
+        ({"allOf": [{"const": 1}, {"type": "string"}]}, "const at # is not of the type string"),
+        ({"type": "integer", "enum": ["a"]}, "enum at # has no value of the type integer"),
+        ({"enum": []}, "enum at # has no value"),
+        ({"type": "integer", "allOf": [{"minimum": 5}, {"maximum": 3}]},
+         "minimum 5 at # contradicts maximum 3"),
+        ({"type": "string", "allOf": [{"minLength": 5}, {"maxLength": 3}]},
+         "minLength 5 at # contradicts maxLength 3"),
+        ({"$defs": {"a": {"minItems": 2}}, "type": "array", "maxItems": 1,
+          "allOf": [{"$ref": "#/$defs/a"}]}, "minItems 2 at # contradicts maxItems 1"),
+        ({"type": "object", "allOf": [{"properties": {"a": {"type": "null"}}},
+          {"properties": {"a": {"type": "string"}}, "required": ["a"]}]},
+         'type at #/properties/a "null" contradicts "string"'),
+        ({**obj(a={"$ref": "#/$defs/a"}), "required": ["a"], "$defs": {"a": {"enum": []}}},
+         "enum at #/$defs/a has no value"),
+        ({"anyOf": [{"type": "string", "minLength": 2, "maxLength": 1}, {"enum": []}]},
+         "minLength 2 at #/anyOf/0 contradicts maxLength 1"),
+        ({"type": "string", "anyOf": [{"type": "null"}, {"type": "integer"}]},
+         'type at #/anyOf/0 "string" contradicts "null"'),
+        ({"type": "array", "minItems": 1, "items": {"enum": []}}, "enum at #/items has no value"),
+        ({"type": "array", "prefixItems": [{}, {"enum": []}]},
+         "enum at #/prefixItems/1 has no value"),
+        ({"type": "object", "properties": {"a": {"enum": []}}, "additionalProperties": True},
+         "enum at #/properties/a has no value"),
+        ({"type": "string", "format": "date", "minLength": 11},
+         "format and minLength at # fit no text"),
+        ({"type": "string", "format": "uuid", "pattern": "^x"},
+         "pattern and format at # fit no text"),
+        ({"type": "string", "pattern": "^(?!a)a$"}, "pattern at # fits no text"),
+        ({"$defs": {"n": {**obj(next={"$ref": "#/$defs/n"}), "required": ["next"]}},
+          "$ref": "#/$defs/n"}, "$ref at #/properties/next to #/$defs/n never comes to an end"),
+        ({**obj(a={"$ref": "#"}), "required": ["a"]},
+         "$ref at #/properties/a to # never comes to an end"),
     ],
 )  # fmt: skip
-def test_ranges_without_a_value(schema: Json, fault: str) -> None:
-    assert [str(found) for found in find_contradictions(schema)] == [fault]
-    assert list(find_contradictions({"const": schema, "default": schema})) == []
+def test_schemas_without_a_value(schema: Json, fault: str) -> None:
+    """Also those that become so where parts are merged."""
+    assert str(next(find_contradictions(normal_schema(schema)))) == fault
+    for values in ({"const": schema}, {"default": schema}, {"enum": [schema]}):
+        assert list(find_contradictions(normal_schema(values))) == []
+
+
+def test_properties_may_be_called_as_keywords() -> None:
+    never: Json = {"type": "string", "minLength": 2, "maxLength": 1}
+    found = normal_schema(obj(default=never, enum=never, minLength={"const": never}))
+    paths = {path for path, _ in found.contradictions}
+    assert paths == {"#/properties/default", "#/properties/enum"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "left"),
+    [
+        ({"anyOf": [{"type": "string", "minLength": 2, "maxLength": 1}, {"type": "null"}]},
+         {"anyOf": [{"type": "null"}]}),
+        (obj(a=False, b={"type": "null"}), obj(b={"type": "null"})),
+        ({"type": "array", "items": False}, {"type": "array", "maxItems": 0}),
+        ({"type": ["string", "null"], "minLength": 2, "maxLength": 1}, {"type": "null",
+         "minLength": 2, "maxLength": 1}),
+        ({"type": ["string", "null"], "format": "date", "minLength": 11}, {"type": "null"}),
+    ],
+)  # fmt: skip
+def test_what_no_value_fits_is_left_out_where_another_does(schema: Json, left: Json) -> None:
+    normal = normal_schema(schema)
+    assert (normal.schema, dict(normal.contradictions)) == (left, {})
 
 
 @pytest.mark.parametrize(
@@ -228,6 +290,10 @@ def test_ranges_without_a_value(schema: Json, fault: str) -> None:
          {"properties": {"a": {}, "b": {}}, "required": ["a", "b"],
           "d": {"properties": {"b": {}}, "required": ["b"]}}),
         ({"items": {"allOf": [{"allOf": [{"type": "null"}]}]}}, {"items": {"type": "null"}}),
+        ({"allOf": [{"allOf": [{"$ref": "#/d"}, {"minLength": 2}]}, {"maxLength": 9}],
+          "d": {"allOf": [{"$ref": "#/e~1f"}, {"minLength": 1}]}, "e/f": {"type": "string"}},
+         {"type": "string", "minLength": 2, "maxLength": 9,
+          "d": {"allOf": [{"$ref": "#/e~1f"}, {"minLength": 1}]}, "e/f": {"type": "string"}}),
     ],
 )  # fmt: skip
 def test_parts_become_one_schema(schema: Json, merged: Json) -> None:
@@ -237,21 +303,15 @@ def test_parts_become_one_schema(schema: Json, merged: Json) -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"allOf": [{"type": "integer"}, {"type": "string"}]},
         {"allOf": [obj(a={}), obj(b={})]},
+        {"allOf": [{"pattern": "a"}, {"pattern": "b"}], "type": "string"},
         {"allOf": [{"patternProperties": {"^.*$": {}}}, {"additionalProperties": False}]},
         {"allOf": [{"prefixItems": [{}]}, {"items": {"type": "null"}}]},
         {"allOf": [{"properties": {"a": {}}}, {"unevaluatedProperties": {"type": "null"}}]},
-        {
-            "allOf": [
-                {"properties": {"a": {"type": "string"}}},
-                {"properties": {"a": {"type": "null"}}},
-            ]
-        },
         {"allOf": [{"$ref": "#"}], "minLength": 2},
     ],
 )
-def test_parts_that_contradict_or_hide_each_other_stay(model: Model, schema: Json) -> None:
+def test_parts_that_hide_each_other_stay(model: Model, schema: Json) -> None:
     assert merge_all_of(schema) == schema
     assert lost(model, schema)
 

@@ -137,7 +137,7 @@ def test_the_prompt_shows_the_tools_as_they_came(vocab: Vocab) -> None:
     [
         ({"type": "string", "maxLength": 5}, "maxLength"),
         ({"type": "string", "pattern": "b"}, "pattern"),
-        ({"type": "string", "pattern": "^a$", "minLength": 1}, "minLength"),
+        ({"type": "string", "pattern": "^a|b$", "maxLength": 3}, "pattern"),
         ({"type": ["string", "integer"]}, "type"),
         ({"anyOf": [TEXT, {"const": 5}]}, "const"),
         ({"anyOf": [TEXT, {"type": "number", "minimum": 0}]}, "the range"),

@@ -181,11 +181,11 @@ def test_a_stop_text_of_the_real_tokenizer(client: TestClient) -> None:
 
 def test_the_examples_of_the_page_are_answered(client: TestClient, root: Path) -> None:
     page = (root / "docs" / "server-api.md").read_text()
-    bodies = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
-    bodies += re.findall(r"chat/completions -d '(.*?)'", page)
-    assert len(bodies) >= 4
-    for body in bodies:
-        response = client.post(CHAT, content=body)
+    asked = [(CHAT, body) for body in re.findall(r"```json\n(.*?)```", page, re.DOTALL)]
+    asked += re.findall(r"curl -s http://127\.0\.0\.1:8080(\S+) -d '(.*?)'", page)
+    assert len(asked) >= 5 and page.count("curl ") == len({path for path, _ in asked})
+    for path, body in asked:
+        response = client.post(path, content=body)
         assert response.status_code == 200, (body, response.text)
 
 

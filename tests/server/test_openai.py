@@ -82,6 +82,42 @@ def test_the_clients_own_joining_of_a_stream(scripted: OpenAI) -> None:
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
 
 
+@pytest.mark.parametrize("max_tokens", [None, 5])
+def test_usage_of_streams_over_a_long_conversation(
+    scripted: OpenAI, max_tokens: int | None
+) -> None:
+    """Case R13: a reply that ends in a call, and one that is cut; the same counts unstreamed."""
+    messages: list[Any] = list(HI)
+    fields: dict[str, Any] = {"model": "any", "tools": [LOOK], "max_tokens": max_tokens}
+    for turn in range(4):
+        asked = {**fields, "messages": messages}
+        chunks = list(scripted.chat.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        ))  # fmt: skip
+        *others, last = chunks
+        assert last.choices == [] and all(one.usage is None for one in others)
+        usage = last.usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        cached = usage.prompt_tokens_details.cached_tokens
+        assert cached is not None and cached <= usage.prompt_tokens
+        assert turn == 0 or cached > 0
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        end = others[-1].choices[0].finish_reason
+        assert end == ("tool_calls" if max_tokens is None else "length")
+        plain = scripted.chat.completions.create(**asked)
+        assert plain.usage is not None
+        assert (plain.usage.prompt_tokens, plain.usage.completion_tokens) == (
+            usage.prompt_tokens, usage.completion_tokens
+        )  # fmt: skip
+        without = list(scripted.chat.completions.create(**asked, stream=True))
+        assert all(one.usage is None and one.choices for one in without)
+        message = plain.choices[0].message
+        messages.append(message.to_dict())
+        for call in message.tool_calls or ():
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"rain {turn}"})
+        messages.append({"role": "user", "content": f"and number {turn}?"})
+
+
 def test_a_turn_with_the_tools_answer(scripted: OpenAI) -> None:
     first = scripted.chat.completions.create(model="any", messages=HI, tools=[LOOK])
     message = first.choices[0].message

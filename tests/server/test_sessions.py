@@ -1,7 +1,10 @@
 """Several agents at one server: whose history a reply sees, and what one that left has read."""
 
 import json
+import random
+import re
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,11 +28,13 @@ MEMORY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make_client(path: Path) -> TestClient:
-    config = EngineConfig(model=ModelConfig(path=path, n_threads=1), memory=MemoryConfig(**MEMORY))
+def make_client(path: Path, **memory: Any) -> TestClient:
+    config = EngineConfig(
+        model=ModelConfig(path=path, n_threads=1), memory=MemoryConfig(**{**MEMORY, **memory})
+    )
     return TestClient(
         create_app(lambda progress: EngineBackend(config, progress=progress),
-                   ServerConfig(alias="tiny"))
+                   ServerConfig(alias="tiny", show_metrics=True))
     )  # fmt: skip
 
 
@@ -124,28 +129,86 @@ def test_a_single_history_is_read_anew(tiny_llama: Path, fields: dict[str, Any])
     assert first["content"] == cached["content"] == anew["content"]
 
 
-def test_agents_at_once_get_what_each_would_alone(client: TestClient, tiny_llama: Path) -> None:
-    """Case R05, shortened: four at a time, six conversations, four are kept."""
+@pytest.mark.parametrize("n_requests", [36, pytest.param(200, marks=pytest.mark.slow)])
+def test_no_reply_contains_another_conversation(tiny_llama: Path, n_requests: int) -> None:
+    """Case R05: six conversations in drawn order, four threads, and room for some of them."""
+    order = random.Random(5).choices(range(6), k=n_requests)
+    together = {number: Talk(number) for number in range(6)}
+    with make_client(tiny_llama, conversations_bytes=3 << 20) as client:
+        until(lambda: client.get("/health").status_code == 200)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda number: together[number].turn(client), order))
+        uses = client.get("/metrics").text
+    assert n_requests < 200 or ('use="new"' in uses and 'use="switched"' in uses)
+    hits = [hit for talk in together.values() for hit in talk.hits]
+    assert 0 in hits[1:] and max(hits) > 100, "some came back, and some had left"
+    for number, talk in together.items():
+        twin = Talk(number)
+        with make_client(tiny_llama, conversations=1) as client:
+            until(lambda client=client: client.get("/health").status_code == 200)  # type: ignore[misc]
+            for _ in talk.replies:
+                twin.turn(client)
+        assert twin.replies == talk.replies, f"conversation {number}"
 
-    def play(client: TestClient, number: int) -> list[str]:
-        agent = Agent(f"You are agent {number}. " * 10)
-        texts = []
-        for turn in range(3):
-            reply = agent.ask(client, f"question {turn} about thing {number} " * 5)
-            texts.append(reply["choices"][0]["message"]["content"])
+
+class Talk:
+    """A conversation whose turns come one after the other; after seven it begins anew."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._lock = threading.Lock()
+        self._random = random.Random(number)
+        self._agent = Agent(self._system())
+        self.replies: list[list[str]] = []
+        self.hits: list[int] = []
+
+    def _system(self) -> str:
+        return f"You are agent {self._number % 4}. " * 12  # two have the same one as another
+
+    def turn(self, client: TestClient) -> None:
+        with self._lock:
+            if len(self._agent.messages) > 14:
+                self._agent = Agent(self._system())
+            words = " ".join(self._random.choices(("red", "door", "tower", "42", "sea"), k=30))
+            fields = {"max_tokens": 16, "logprobs": True, "enable_thinking": False}
+            reply = self._agent.ask(client, f"{self._number}: {words}", **fields)
+            chosen = reply["choices"][0]["logprobs"]["content"]
+            self.replies.append([entry["token"] for entry in chosen])
             usage = reply["usage"]
-            assert (
-                usage["prompt_cache_hit_tokens"] + reply["kvmem"]["read_tokens"]
-                == (usage["prompt_tokens"])
-            )
-        return texts
+            self.hits.append(usage["prompt_cache_hit_tokens"])
+            assert self.hits[-1] + reply["kvmem"]["read_tokens"] == usage["prompt_tokens"]
 
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda number: play(client, number), range(6)))
-    with make_client(tiny_llama) as other:
-        until(lambda: other.get("/health").status_code == 200)
-        alone = [play(other, number) for number in range(6)]
-    assert together == alone
+
+def test_16_replies_read_their_prompt_once(tiny_llama: Path) -> None:
+    """Also where it is to be read anew; then the first of them reads it."""
+    messages = [{"role": "user", "content": "Tell me of the long voyage. " * 10}]
+    fields = {"max_tokens": 2, "seed": 1, "cache_prompt": False}
+    with make_client(tiny_llama) as client:
+        until(lambda: client.get("/health").status_code == 200)
+
+        def n_read(path: str, **body: Any) -> int:
+            before = counted(client, "llamacpp:prompt_tokens_total")
+            response = client.post(path, json={**fields, **body})
+            assert response.status_code == 200, response.text
+            assert response.json()["usage"]["prompt_cache_hit_tokens"] == 0
+            return counted(client, "llamacpp:prompt_tokens_total") - before
+
+        once = n_read(CHAT, messages=messages, n=1)
+        assert once > 100
+        # each but the first reads the last token again, whose logits it needs
+        assert n_read(CHAT, messages=messages, n=16) == once + 15
+        text = {"prompt": messages[0]["content"]}
+        once = n_read("/v1/completions", **text)
+        assert n_read("/v1/completions", **text, n=16) == once + 15
+        two = {"prompt": [text["prompt"], "Another one. " * 20], "n": 8}
+        assert once + 14 < n_read("/v1/completions", **two) < 2 * once + 14
+
+
+def counted(client: TestClient, name: str) -> int:
+    """A counter of /metrics."""
+    found = re.search(rf"^{name} ([\d.e+]+)$", client.get("/metrics").text, re.MULTILINE)
+    assert found is not None
+    return int(float(found[1]))
 
 
 def post(server_address: tuple[str, int], body: dict[str, Any]) -> socket.socket:

@@ -4,9 +4,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvmem.chat.keywords import ASSERTIONS, demands_of, is_number, with_subschemas
+from kvmem.chat.contradictions import nothing
+from kvmem.chat.exclusive import is_equal
+from kvmem.chat.keywords import ASSERTIONS, demands_of, find_target, is_number, with_subschemas
 
-__all__ = ["Conflict", "join", "merge_all_of"]
+__all__ = ["Conflict", "Contradiction", "join", "merge_all_of"]
 
 # of two such demands, one holds both
 LEAST = frozenset(
@@ -15,6 +17,7 @@ LEAST = frozenset(
 MOST = frozenset(
     {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties", "maxContains"}
 )
+MAX_SHOWN = 60
 ITEMS = frozenset({"items", "additionalItems"})
 UNEVALUATED = frozenset({"unevaluatedProperties", "unevaluatedItems"})
 EVALUATED = frozenset(
@@ -26,52 +29,75 @@ class Conflict(Exception):
     """Two demands that do not come to one."""
 
 
+class Contradiction(Conflict):
+    """Two demands that no value fits."""
+
+    def __init__(self, keyword: str, one: Any, other: Any) -> None:
+        shown = [json.dumps(value, ensure_ascii=False)[:MAX_SHOWN] for value in (one, other)]
+        super().__init__(keyword, f"{shown[0]} contradicts {shown[1]}")
+
+    def schema(self) -> dict[str, Any]:
+        """The schema that they come to."""
+        keyword, reason = self.args
+        return nothing(keyword, reason)
+
+
 def merge_all_of(
     schema: Mapping[str, Any], root: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The schema with each allOf merged into what stands beside it, where that changes nothing.
 
-    An allOf whose parts contradict or hide each other stays. The schema must not be oversized.
+    An allOf whose parts hide each other stays; one whose parts contradict each other becomes the
+    schema that no value fits. The schema must not be oversized.
     root: what references point into, if not the schema.
     """
-    merged: dict[str, Any] = _merge_within(dict(schema), schema if root is None else root)
+    merged: dict[str, Any] = _Merger(schema if root is None else root).merged(dict(schema))
     return merged
 
 
-def _merge_within(node: Any, root: Mapping[str, Any]) -> Any:
-    if not isinstance(node, Mapping):
-        return node
-    inner = with_subschemas(node, lambda schema, step: _merge_within(schema, root))
-    parts = inner.get("allOf")
-    if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
-        return inner
-    beside = {k: v for k, v in inner.items() if k != "allOf"}
-    is_alone = len(parts) == 1 and not demands_of(beside)
-    try:
-        for part in parts:
-            beside = join(beside, part if is_alone else _resolved(part, root))
-    except Conflict:
-        return inner
-    return beside
+class _Merger:
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._targets: dict[str, Mapping[str, Any]] = {}  # what references point to, merged
+        self._following: set[str] = set()
 
+    def merged(self, node: Any) -> Any:
+        if not isinstance(node, Mapping):
+            return node
+        inner = with_subschemas(node, lambda schema, step: self.merged(schema))
+        parts = inner.get("allOf")
+        if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+            return inner
+        beside = {k: v for k, v in inner.items() if k != "allOf"}
+        is_alone = len(parts) == 1 and not demands_of(beside)
+        try:
+            for part in parts:
+                beside = join(beside, part if is_alone else self._resolved(part))
+        except Contradiction as contradiction:
+            return contradiction.schema()
+        except Conflict:
+            return inner
+        return beside
 
-def _resolved(part: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a part of nothing but a reference points to."""
-    seen: set[str] = set()
-    while "$ref" in part:
+    def _resolved(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a part of nothing but a reference points to."""
+        if "$ref" not in part:
+            if "allOf" in part:
+                raise Conflict
+            return part
         ref = part["$ref"]
-        if not isinstance(ref, str) or ref in seen or demands_of(part) != ["$ref"]:
+        if not isinstance(ref, str) or ref in self._following or demands_of(part) != ["$ref"]:
             raise Conflict
-        seen.add(ref)
-        target: Any = root
-        for step in ref.removeprefix("#/").split("/"):
-            target = target.get(step) if isinstance(target, Mapping) else None
-        if not isinstance(target, Mapping):
-            raise Conflict
-        part = target
-    if "allOf" in part:
-        raise Conflict
-    return part
+        if ref not in self._targets:
+            target = find_target(self._root, ref)
+            if not isinstance(target, Mapping):
+                raise Conflict
+            self._following.add(ref)
+            try:
+                self._targets[ref] = self._resolved(self.merged(target))
+            finally:
+                self._following.discard(ref)
+        return self._targets[ref]
 
 
 def join(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,17 +142,25 @@ def _joined_values(keyword: str, one: Any, other: Any) -> Any:
             common = [value for value in one if json.dumps(value, sort_keys=True) in allowed]
             if common:
                 return common
+            if not any(is_equal(value, twin) for value in one for twin in other):
+                raise Contradiction(keyword, one, other)
     if is_number(one) and is_number(other):
         if keyword in LEAST:
             return max(one, other)
         if keyword in MOST:
             return min(one, other)
     if keyword == "type" and (types := _common_types(one, other)) is not None:
-        return types
+        if not types:
+            raise Contradiction(keyword, one, other)
+        return types[0] if len(types) == 1 else types
+    if keyword == "const" and not is_equal(one, other):
+        raise Contradiction(keyword, one, other)
     raise Conflict
 
 
 def _joined_schemas(one: Any, other: Any) -> Any:
+    if one is False or other is False:
+        return False
     if one is True or other is True:
         return other if one is True else one
     if not _is_different(one, other):
@@ -135,11 +169,14 @@ def _joined_schemas(one: Any, other: Any) -> Any:
         raise Conflict
     if ("$ref" in one or "$ref" in other) and demands_of(one) and demands_of(other):
         raise Conflict
-    return join(one, other)
+    try:
+        return join(one, other)
+    except Contradiction as contradiction:
+        return contradiction.schema()
 
 
-def _common_types(one: Any, other: Any) -> Any:
-    """The types of both; None where there are none, or no types."""
+def _common_types(one: Any, other: Any) -> list[Any] | None:
+    """The types of both; None where it is not types that are given."""
     ones, others = ([kinds] if isinstance(kinds, str) else kinds for kinds in (one, other))
     if not isinstance(ones, list) or not isinstance(others, list):
         return None
@@ -147,9 +184,7 @@ def _common_types(one: Any, other: Any) -> Any:
     for first, second in ((ones, others), (others, ones)):
         if "integer" in first and "number" in second and "integer" not in common:
             common.append("integer")
-    if not common:
-        return None
-    return common[0] if len(common) == 1 else common
+    return common
 
 
 def _is_different(one: Any, other: Any) -> bool:

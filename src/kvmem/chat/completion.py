@@ -160,10 +160,10 @@ def render_completion(request: CompletionRequest, vocab: Vocab) -> RenderedCompl
         Prompt(
             tokens=tuple(tokenize_mixed(text, vocab, add_special=True)),
             query_fallback="a plain completion has no question",
-            is_read_anew=not request.uses_cache,
+            is_read_anew=not request.uses_cache and number == 0,
         )
         for text in request.prompts
-        for _ in range(request.n)
+        for number in range(request.n)  # the first one reads it for all
     ]
     settings = describe_sampling(vocab.model, params.sampling.as_dict())
     return RenderedCompletion(

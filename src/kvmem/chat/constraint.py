@@ -48,9 +48,9 @@ def require_schema(model: Model, schema: Mapping[str, Any], field: str) -> Norma
     """
     for fault in find_oversized(schema):
         raise FieldError(field, f"cannot be enforced: {fault}")
-    for fault in find_contradictions(schema):
-        raise FieldError(field, f"has no value: {fault}")
     normal = normal_schema(schema)
+    for fault in find_contradictions(normal):
+        raise FieldError(field, f"has no value: {fault}")
     for fault in find_unenforced(normal, lambda text: check_grammar(model, text)):
         raise FieldError(field, f"cannot be enforced: {fault}")
     for fault in find_oversized(normal.schema):

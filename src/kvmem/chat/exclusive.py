@@ -11,7 +11,7 @@ from typing import Any
 
 from kvmem.chat.keywords import is_number, numbers_of
 
-__all__ = ["is_equal", "is_of_type", "make_exclusive"]
+__all__ = ["is_equal", "is_kind", "is_of_type", "make_exclusive"]
 
 Json = dict[str, Any]
 Schema = Mapping[str, Any]
@@ -47,6 +47,11 @@ def is_of_type(value: Any, kind: Any) -> bool:
         return bool(kind == "number" or (kind == "integer" and is_whole))
     names = {str: "string", list: "array", dict: "object", type(None): "null"}
     return bool(kind == names[type(value)])
+
+
+def is_kind(name: object) -> bool:
+    """Whether JSON Schema has a type of this name."""
+    return isinstance(name, str) and name in KINDS
 
 
 def is_equal(one: Any, other: Any) -> bool:
@@ -162,12 +167,8 @@ def _kinds(schema: Schema) -> frozenset[str]:
     given = schema.get("type")
     if given is None:
         return KINDS
-    names = {name for name in (given if isinstance(given, list) else [given]) if _is_kind(name)}
+    names = {name for name in (given if isinstance(given, list) else [given]) if is_kind(name)}
     return frozenset(names | ({"integer"} if "number" in names else set()))
-
-
-def _is_kind(name: object) -> bool:
-    return isinstance(name, str) and name in KINDS
 
 
 def _is_object(schema: Schema) -> bool:

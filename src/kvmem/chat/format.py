@@ -14,7 +14,7 @@ from kvmem.chat.messages import Message
 from kvmem.chat.normal import normal_schema
 from kvmem.chat.ranges import put_rules
 from kvmem.chat.request import ChatRequest
-from kvmem.chat.schema import find_contradictions, find_oversized, find_unenforced
+from kvmem.chat.schema import find_oversized, find_unenforced
 from kvmem.chat.text_arguments import (
     find_loose_texts,
     has_loose_texts,
@@ -38,14 +38,13 @@ MAX_KEPT = 512
 class Parameters:
     """The arguments of a function.
 
-    schema: as llama.cpp is to get it. fault: why it cannot get it, if so.
+    schema: as llama.cpp is to get it.
     ranges: rules in place of constants of its grammar (chat.ranges).
     rules: what each argument that is written as plain text is held to.
     lost: what calls are not held to.
     """
 
     schema: Mapping[str, Any]
-    fault: str = ""
     ranges: Mapping[str, str] = field(default_factory=dict)
     rules: tuple[str | None, ...] = ()
     lost: tuple[str, ...] = ()
@@ -134,11 +133,7 @@ class TemplateFormat:
         where = f"{tool.path}.function.parameters"
         for fault in find_oversized(tool.parameters):
             raise FieldError(where, f"of {tool.name} cannot be used: {fault}")
-        for fault in find_contradictions(tool.parameters):
-            raise FieldError(where, f"of {tool.name} have no value: {fault}")
         parameters = self._parameters(tool.parameters, model)
-        if parameters.fault:
-            raise FieldError(where, f"of {tool.name} cannot be used: {parameters.fault}")
         if parameters.lost and tool.is_strict:
             hint = "leave it out, or strict"
             raise FieldError(where, f"of the strict function {tool.name}: {parameters.lost[0]}; "
@@ -172,8 +167,10 @@ class TemplateFormat:
                 f"{keyword} at #/properties/{name} {loose}"
                 for name, keyword in find_loose_texts(normal, can_hold=self._texts == "can be held")
             ]
-        fault = next((f"written out, {fault}" for fault in find_oversized(normal.schema)), "")
-        return Parameters(normal.schema, fault, normal.ranges, text_rules(normal), tuple(lost))
+        schema, broken = _usable(normal.schema, model)
+        normal = replace(normal, schema=schema)
+        lost += broken
+        return Parameters(schema, normal.ranges, text_rules(normal), tuple(lost))
 
     def hold(
         self, grammar: str, demands: Demands, parameters: Sequence[Parameters], model: Model
@@ -274,21 +271,14 @@ class TemplateFormat:
         )
 
     def blame(
-        self, request: ChatRequest, fields: dict[str, Any], error: RequestError, model: Model
+        self, request: ChatRequest, fields: dict[str, Any], error: RequestError
     ) -> RequestError:
-        """The error with the tool or the message that it is about, where one can be found."""
+        """The error with what it is about, where that can be found: a field, or a message."""
         reason = _reason(error)
         is_schemas = "grammar" in reason or reason.startswith("JSON schema error")
-        if request.schema is not None and is_schemas:
-            return FieldError("response_format", f"cannot be enforced: {reason}")
-        for tool in request.tools:
-            try:
-                parameters = self._parameters(tool.parameters, model).schema
-                check_grammar(model, schema_grammar(parameters or {"type": "object"}))
-            except RequestError as fault:
-                where = f"{tool.path}.function.parameters"
-                why = str(fault).splitlines()[-1]
-                return FieldError(where, f"of {tool.name} cannot be used: {why}")
+        if is_schemas and (request.schema is not None or request.tools):
+            where = "tools" if request.schema is None else "response_format"
+            return FieldError(where, f"cannot be enforced: {reason}")
         if request.continues:
             return FieldError("messages", f"cannot be continued: {reason}")
         shown: Sequence[dict[str, Any]] = fields["messages"]
@@ -302,6 +292,40 @@ class TemplateFormat:
                         message.path, f"({message.role}) is refused by the chat template: {reason}"
                     )
         return FieldError("messages", f"are refused by the chat template: {reason}")
+
+
+def _usable(schema: dict[str, Any], model: Model) -> tuple[dict[str, Any], list[str]]:
+    """The schema with any value in place of the arguments that llama.cpp can do nothing with, and
+    what is wrong with them.
+    """
+    fault = _fault_of(schema, model)
+    if fault is None:
+        return schema, []
+    properties, required = schema.get("properties"), schema.get("required")
+    left: dict[str, Any] = {}
+    faults = []
+    for name, inner in properties.items() if isinstance(properties, Mapping) else ():
+        alone = {**schema, "type": "object", "properties": {name: inner}, "required": []}
+        one = _fault_of(alone, model)
+        left[name] = inner if one is None else {}
+        faults += [f"the schema at #/properties/{name} {one}"] if one else []
+    names = [name for name in required if name in left] if isinstance(required, list) else []
+    usable: dict[str, Any] = {"type": "object", "properties": left, "required": names}
+    usable |= {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    if faults and _fault_of(usable, model) is None:
+        return usable, faults
+    return {"type": "object", "additionalProperties": True}, [f"the schema at # {fault}"]
+
+
+def _fault_of(schema: Mapping[str, Any], model: Model) -> str | None:
+    """Why llama.cpp makes no grammar of it; None where it does."""
+    for fault in find_oversized(schema):
+        return f"is not enforced: written out, {fault}"
+    try:
+        check_grammar(model, schema_grammar(dict(schema)))
+    except RequestError as error:
+        return f"is not enforced: {str(error).splitlines()[-1]}"
+    return None
 
 
 def _folded(messages: list[Message]) -> list[Message]:

@@ -4,8 +4,17 @@ import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeGuard
+from urllib.parse import unquote
 
-__all__ = ["ASSERTIONS", "VALUES", "demands_of", "is_number", "numbers_of", "with_subschemas"]
+__all__ = [
+    "ASSERTIONS",
+    "demands_of",
+    "find_target",
+    "is_number",
+    "numbers_of",
+    "subschemas",
+    "with_subschemas",
+]
 
 ASSERTIONS: Final = frozenset(
     {
@@ -42,9 +51,6 @@ SUBSCHEMAS: Final[Mapping[str, Literal["one", "list", "names"]]] = MappingProxyT
     }
 )
 
-VALUES: Final = frozenset({"const", "enum", "default", "examples", "example"})
-"""Those that hold values, in which nothing is a keyword."""
-
 
 def demands_of(schema: Mapping[str, Any]) -> list[str]:
     """Its keywords that demand something."""
@@ -66,6 +72,34 @@ def with_subschemas(schema: Mapping[str, Any], change: Callable[[Any, str], Any]
         elif kind == "one" and isinstance(value, Mapping):
             changed[keyword] = change(value, keyword)
     return changed
+
+
+def subschemas(schema: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Its inner schemas, or what stands in their place, each with its path from here."""
+    found: list[tuple[str, Any]] = []
+
+    def see(inner: Any, step: str) -> None:
+        found.append((step, inner))
+
+    with_subschemas(schema, see)
+    return found
+
+
+def find_target(root: Any, ref: str) -> Any:
+    """What a pointer within a schema points to (RFC 6901); None for nothing."""
+    if ref != "#" and not ref.startswith("#/"):
+        return None
+    target = root
+    for step in ref.split("/")[1:]:
+        step = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(target, Mapping) and step in target:
+            target = target[step]
+        elif isinstance(target, list) and step.isascii() and step.isdigit():
+            place = int(step[:9])
+            target = target[place] if place < len(target) else None
+        else:
+            return None
+    return target
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -15,23 +15,21 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote
 
-from kvmem.chat import formats
-from kvmem.chat.all_of import Conflict, join, merge_all_of
-from kvmem.chat.exclusive import is_equal, is_of_type, make_exclusive
-from kvmem.chat.keywords import demands_of, numbers_of, with_subschemas
-from kvmem.chat.pattern import PatternError, write_pattern
+from kvmem.chat.all_of import Conflict, Contradiction, join, merge_all_of
+from kvmem.chat.contradictions import NOTHING, cut_out, is_nothing, nothing
+from kvmem.chat.exclusive import is_equal, is_kind, is_of_type, make_exclusive
+from kvmem.chat.keywords import demands_of, find_target, numbers_of, with_subschemas
+from kvmem.chat.language import TextDemands
 from kvmem.chat.ranges import LARGEST, mark_ranges
+from kvmem.chat.texts import TextWriter
 
 __all__ = ["NormalSchema", "normal_schema"]
 
 Json = dict[str, Any]
 
-NOTHING: Json = {"not": {}}
 MAX_MULTIPLES = 1000
 MAX_NODES = 20_000
-MAX_INLINED = 200
 # what may evaluate properties beside those that are named
 EVALUATING = frozenset({"anyOf", "oneOf", "allOf", "if", "dependentSchemas", "patternProperties"})
 # patterns of names that any name matches, as schema libraries write records
@@ -49,13 +47,15 @@ class NormalSchema:
     origins: where each of its references points to in the client's schema.
     patterns: what each of its patterns was written from.
     ranges: the rules that its grammar is to have in place of some constants (chat.ranges).
+    contradictions: path and keyword of what no value fits, and why; the schema allows any there.
     unwritten: path and keyword of what stays as it is or is left out, and why.
     """
 
     schema: Json
     origins: Mapping[str, str] = field(default_factory=dict)
-    patterns: Mapping[str, str] = field(default_factory=dict)
+    patterns: Mapping[str, TextDemands] = field(default_factory=dict)
     ranges: Mapping[str, str] = field(default_factory=dict)
+    contradictions: Mapping[tuple[str, str], str] = field(default_factory=dict)
     unwritten: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
@@ -71,30 +71,38 @@ class _Normalizer:
         self._digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
         self._names: dict[str, str] = {}  # pointer -> name
         self._made: Json = {}
-        self._waiting: list[str] = []  # pointers whose targets are to be made
-        self._patterns: dict[str, str] = {}
-        self._unwritten: dict[tuple[str, str], str] = {}
+        self._origins: dict[str, str] = {}  # name, as a reference -> pointer
+        self._waiting: list[tuple[str, Any, str]] = []  # name, schema, path: to be made
+        self._texts = TextWriter()
         self._n_left = MAX_NODES
-        self._n_inlined = 0
+        self._widest: tuple[str, str] | None = None  # what is being written out
 
     def run(self) -> NormalSchema:
         try:
             schema = self._node(self._inlined(merge_all_of(self._root)), "#")
             while self._waiting:
-                ref = self._waiting.pop()
-                target = self._target(ref)
-                if isinstance(target, Mapping):
-                    target = merge_all_of(target, self._root)
-                self._made[self._names[ref]] = self._node(target, ref)
+                name, target, path = self._waiting.pop()
+                self._made[name] = self._node(target, path)
         except (_TooMuch, RecursionError):
-            fault = {("#", "the schema"): "has too many alternatives within alternatives"}
+            fault = {
+                self._widest
+                or ("#", "the schema"): f"comes to more than {MAX_NODES} schemas, written out"
+            }
             return NormalSchema({"type": "object"}, unwritten=fault)
         if self._made:
             schema["$defs"] = self._made
-        origins = {f"#/$defs/{name}": pointer for pointer, name in self._names.items()}
-        ranges: dict[str, str] = {}
+        schema, contradictions = cut_out(schema, self._origins)
+        self._made = schema.get("$defs", {})
+        ranges = dict(self._texts.rules)
         schema = mark_ranges(self._with_exclusive(schema), ranges)
-        return NormalSchema(schema, origins, self._patterns, ranges, self._unwritten)
+        return NormalSchema(
+            schema,
+            self._origins,
+            self._texts.patterns,
+            ranges,
+            contradictions,
+            self._texts.unwritten,
+        )
 
     def _inlined(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         """The root itself must say that it is an object."""
@@ -106,35 +114,25 @@ class _Normalizer:
             if not isinstance(target, Mapping):
                 break
             try:
-                schema = join(beside, merge_all_of(target, self._root))
+                schema = join(beside, target)
+            except Contradiction as contradiction:
+                return contradiction.schema()
             except Conflict:
                 break
         return schema
 
     def _target(self, ref: str) -> Any:
-        """What a pointer within the schema points to (RFC 6901); None for nothing."""
-        if ref != "#" and not ref.startswith("#/"):
-            return None
-        target: Any = self._root
-        for step in ref.split("/")[1:]:
-            step = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(target, Mapping) and step in target:
-                target = target[step]
-            elif isinstance(target, list) and step.isascii() and step.isdigit():
-                place = int(step[:9])
-                target = target[place] if place < len(target) else None
-            else:
-                return None
-        return target
+        """What a reference points to, with each allOf merged; None for nothing."""
+        target = find_target(self._root, ref)
+        return merge_all_of(target, self._root) if isinstance(target, Mapping) else target
 
-    def _refer(self, ref: str) -> str | None:
-        """The name in the new table, or None where there is nothing."""
-        if ref not in self._names:
-            if self._target(ref) is None:
-                return None
-            self._names[ref] = f"k{self._digest}x{len(self._names)}"
-            self._waiting.append(ref)
-        return self._names[ref]
+    def _refer(self, key: str, path: str, schema: Any) -> Json:
+        """A reference to a schema in the new table; equal keys have equal schemas."""
+        if key not in self._names:
+            name = self._names[key] = f"k{self._digest}x{len(self._names)}"
+            self._origins[f"#/$defs/{name}"] = path
+            self._waiting.append((name, schema, path))
+        return {"$ref": f"#/$defs/{self._names[key]}"}
 
     def _node(self, schema: Any, path: str) -> Any:
         self._n_left -= 1
@@ -151,78 +149,65 @@ class _Normalizer:
         }
         for keyword in ("anyOf", "oneOf"):
             if isinstance(node.get(keyword), list) and len(demands_of(node)) > 1:
-                node = self._distributed(node, keyword)
+                node = self._distributed(node, keyword, path)
+        if isinstance(names := node.get("propertyNames"), Mapping):
+            node["propertyNames"] = self._inlined(merge_all_of(names, self._root))
         node = with_subschemas(node, lambda inner, step: self._node(inner, f"{path}/{step}"))
         if isinstance(ref := node.get("$ref"), str):
-            name = self._refer(ref)
-            return node if name is None else {**node, "$ref": f"#/$defs/{name}"}
+            if ref in self._origins:  # made here
+                return node
+            target = self._target(ref)
+            return node if target is None else {**node, **self._refer(ref, ref, target)}
         for step in (_plain_values, _plain_numbers, _plain_objects, _plain_arrays):
             node = step(node)
-        return self._plain_texts(node, path)
+        return self._texts.plain(node, path)
 
-    def _distributed(self, node: Json, keyword: str) -> Json:
+    def _distributed(self, node: Json, keyword: str, path: str) -> Json:
         """What stands beside alternatives, put into each of them."""
         beside = {k: v for k, v in node.items() if k != keyword and k in demands_of(node)}
         others = {k: v for k, v in node.items() if k not in beside and k != keyword}
-        branches = []
+        if self._widest is None or not path.startswith(f"{self._widest[0]}/"):
+            self._widest = (path, keyword)
+        branches: list[Any] = []
         for branch in node[keyword]:
             try:
-                branches.append(join(beside, self._resolved(branch)))
+                branches.append(self._joined(beside, branch))
+            except Contradiction as contradiction:
+                branches.append(contradiction.schema())
             except Conflict:
                 return node
         return {**others, keyword: branches}
 
-    def _resolved(self, branch: Any) -> Mapping[str, Any]:
-        if branch is True:
-            return {}
-        if isinstance(branch, Mapping) and isinstance(ref := branch.get("$ref"), str):
-            target = self._target(ref)
-            self._n_inlined += 1
-            if self._n_inlined > MAX_INLINED:  # it may come back to itself
-                raise Conflict
-            if demands_of(branch) != ["$ref"] or not isinstance(target, Mapping):
-                raise Conflict
-            branch = merge_all_of(target, self._root)
-        if not isinstance(branch, Mapping) or "$ref" in branch:
+    def _joined(self, beside: Json, branch: Any) -> Any:
+        """Both as one. What a reference points to may come back to itself: it is joined once, and
+        has a name.
+        """
+        if isinstance(branch, bool):
+            return beside if branch else False
+        if not isinstance(branch, Mapping):
             raise Conflict
-        return branch
+        ref = branch.get("$ref")
+        if not isinstance(ref, str):
+            return join(beside, branch)
+        target = self._inlined(branch)
+        if demands_of(branch) != ["$ref"] or "$ref" in target:
+            raise Conflict
+        key = f"{ref} {json.dumps(beside, sort_keys=True, default=str)}"
+        return self._refer(key, ref, join(beside, target))
 
     def _with_exclusive(self, node: Any) -> Any:
-        """The same with each oneOf that can be one as an anyOf of branches that exclude each other,
-        and without branches that nothing fits.
+        """The same with each oneOf that can be one as an anyOf of branches that exclude each
+        other.
         """
         if not isinstance(node, Mapping):
             return node
         node = with_subschemas(node, lambda inner, step: self._with_exclusive(inner))
-        for keyword in ("anyOf", "oneOf"):
-            if isinstance(node.get(keyword), list):
-                node[keyword] = [b for b in node[keyword] if b != NOTHING] or node[keyword]
         branches = node.get("oneOf")
         if isinstance(branches, list) and branches and "anyOf" not in node:
             exclusive = make_exclusive(branches, self._made)
             if exclusive is not None:
                 node = {k: v for k, v in node.items() if k != "oneOf"}
                 node["anyOf"] = exclusive
-        return node
-
-    def _plain_texts(self, node: Json, path: str) -> Json:
-        form = node.get("format")
-        if isinstance(form, str) and form not in (*formats.KNOWN, *formats.CHECKED):
-            pattern = formats.PATTERNS.get(form)
-            if pattern is None:  # it says nothing about which texts are right
-                return self._plain_texts({k: v for k, v in node.items() if k != "format"}, path)
-            if "pattern" not in node and _may_be(node, "string"):
-                node = {k: v for k, v in node.items() if k != "format"}
-                node["pattern"] = pattern
-        if isinstance(node.get("pattern"), str):
-            try:
-                written = write_pattern(node["pattern"])
-                self._patterns[written] = node["pattern"]
-                node = {**node, "pattern": written}
-            except PatternError as error:
-                self._unwritten[path, "pattern"] = f"{node['pattern']!r} {error}"
-        if node.get("minLength") == 0:
-            node = {k: v for k, v in node.items() if k != "minLength"}
         return node
 
 
@@ -232,16 +217,21 @@ def _plain_values(node: Json) -> Json:
     kinds = [kinds] if isinstance(kinds, str) else kinds
     values = node.get("enum")
     if "const" in node:
-        if isinstance(values, list) and any(is_equal(node["const"], value) for value in values):
+        if isinstance(values, list):
+            if not any(is_equal(node["const"], value) for value in values):
+                return nothing("const", "is not in enum")
             node = {k: v for k, v in node.items() if k != "enum"}
-        if isinstance(kinds, list) and any(is_of_type(node["const"], kind) for kind in kinds):
+        if isinstance(kinds, list) and kinds and all(map(is_kind, kinds)):
+            if not any(is_of_type(node["const"], kind) for kind in kinds):
+                return nothing("const", f"is not of the type {' or '.join(kinds)}")
             node = {k: v for k, v in node.items() if k != "type"}
         return node
-    if isinstance(values, list) and isinstance(kinds, list):
+    if isinstance(values, list) and values and isinstance(kinds, list) and all(map(is_kind, kinds)):
         fitting = [value for value in values if any(is_of_type(value, kind) for kind in kinds)]
-        if fitting:
-            node = {k: v for k, v in node.items() if k != "type"}
-            node["enum"] = fitting
+        if not fitting:
+            return nothing("enum", f"has no value of the type {' or '.join(kinds)}")
+        node = {k: v for k, v in node.items() if k != "type"}
+        node["enum"] = fitting
     return node
 
 
@@ -308,9 +298,9 @@ def _plain_objects(node: Json) -> Json:
         return node
     node = _plain_names(dict(node))
     open_to = node.get("additionalProperties", True)
-    if open_to == NOTHING:
+    if is_nothing(open_to):
         open_to = node["additionalProperties"] = False
-    is_shut = node.get("unevaluatedProperties") in (False, NOTHING) and "properties" in node
+    is_shut = _is_never(node.get("unevaluatedProperties")) and "properties" in node
     if is_shut and not node.keys() & EVALUATING:
         del node["unevaluatedProperties"]
         open_to = node.setdefault("additionalProperties", False)
@@ -323,10 +313,6 @@ def _plain_objects(node: Json) -> Json:
         if given is None:
             node.setdefault("additionalProperties", True)
         properties |= {name: {} if open_to is True else open_to for name in unknown}
-    absent = [name for name, inner in properties.items() if inner == NOTHING]
-    is_closed = node.get("additionalProperties", False) is False
-    if absent and is_closed and not any(name in names for name in absent):
-        properties = {k: v for k, v in properties.items() if k not in absent}
     if given is not None or properties:
         node["properties"] = properties
     return _plain_counts(node)
@@ -345,9 +331,11 @@ def _plain_names(node: Json) -> Json:
         demands = demands_of(names)
         if not demands or (demands == ["type"] and names["type"] == "string"):
             del node["propertyNames"]  # all names are texts
-        elif isinstance(names.get("enum"), list) and set(demands) <= {"enum", "type"}:
+        elif set(demands) <= {"enum", "const", "type"} and len(set(demands) - {"type"}) == 1:
             value = node.get("additionalProperties", True)
-            texts = [name for name in names["enum"] if isinstance(name, str)]
+            values = names["enum"] if "enum" in names else [names["const"]]
+            texts = [name for name in values if isinstance(name, str)] if isinstance(
+                values, list) else []  # fmt: skip
             if "properties" not in node and value is not False and texts:
                 del node["propertyNames"]
                 node["properties"] = {name: {} if value is True else value for name in texts}
@@ -381,11 +369,9 @@ def _plain_arrays(node: Json) -> Json:
         node.pop("additionalItems", None)  # it says nothing then
     first = node.get("prefixItems")
     for keyword in ("items", "unevaluatedItems"):
-        if node.get(keyword) is True or (
-            isinstance(first, list) and node.get(keyword) in (False, NOTHING)
-        ):
+        if node.get(keyword) is True or (isinstance(first, list) and _is_never(node.get(keyword))):
             del node[keyword]
-    if first is None and node.get("items") in (False, NOTHING):
+    if first is None and _is_never(node.get("items")):
         del node["items"]
         node["maxItems"] = 0
     most, least = numbers_of(node, "maxItems"), numbers_of(node, "minItems")
@@ -398,6 +384,10 @@ def _plain_arrays(node: Json) -> Json:
             node.pop("minItems", None)
             node.pop("maxItems", None)
     return node
+
+
+def _is_never(schema: Any) -> bool:
+    return schema is False or is_nothing(schema)
 
 
 def _may_be(node: Mapping[str, Any], kind: str) -> bool:

@@ -54,9 +54,12 @@ def mark_ranges(schema: Any, rules: dict[str, str]) -> Any:
 
 
 def put_rules(grammar: str, rules: Mapping[str, str]) -> str:
-    """The grammar with rules in place of constants."""
+    """The grammar with rules in place of constants, and below it the rules that these name."""
     for constant, rule in rules.items():
-        grammar = grammar.replace(constant, rule)
+        if constant in grammar:
+            first, _, named = rule.partition("\n")
+            grammar = grammar.replace(constant, first)
+            grammar += f"{named}\n" if named and named not in grammar else ""
     return grammar
 
 

@@ -1,6 +1,7 @@
 """Messages to Prompt: the template's text, its tokens, and which tokens are whose content."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,10 +81,15 @@ class ChatRenderer:
         )
         fields = _template_fields(request, self._format.calls_in_parallel(request))
         held, parameters = _held_fields(request, fields, demands)
-        parser = self._open(request, held)
-        # the prompt shows the tools as the client wrote them, and all of them, so that its
-        # beginning stays what it was
-        text = parser.rendered["prompt"] if held is fields else self._prompt_of(request, fields)
+        if held is fields:
+            parser = self._open(request, fields)
+            text = parser.rendered["prompt"]
+        else:
+            # the prompt shows the tools as the client wrote them, and all of them, so that its
+            # beginning stays what it was
+            prompt = self._render(request, self._format.without_grammar(fields))
+            text = prompt["prompt"]
+            parser = self._open_held(request, held, prompt["generation_prompt"])
         if not text:
             raise RequestError("the chat template wrote nothing: give a message with content")
         result = parser.rendered
@@ -110,14 +116,32 @@ class ChatRenderer:
         try:
             return ReplyParser(self._template, self._vocab.model, fields)
         except RequestError as error:
-            raise self._format.blame(request, fields, error, self._vocab.model) from None
+            raise self._format.blame(request, fields, error) from None
 
-    def _prompt_of(self, request: ChatRequest, fields: dict[str, Any]) -> str:
+    def _open_held(
+        self, request: ChatRequest, held: dict[str, Any], generation_prompt: str
+    ) -> ReplyParser:
+        """The parser for a prompt that is rendered already, and ends like this.
+
+        Of the messages it sees no more than the end; so the last turn will do, where the prompt
+        ends alike for it.
+        """
+        messages = request.messages
+        asking = max((i for i, one in enumerate(messages) if one.role == "user"), default=0)
+        if asking and not request.continues:
+            with suppress(RequestError):
+                last = {**held, "messages": held["messages"][asking:]}
+                parser = ReplyParser(self._template, self._vocab.model, last)
+                if parser.rendered["generation_prompt"] == generation_prompt:
+                    return parser
+        return self._open(request, held)
+
+    def _render(self, request: ChatRequest, fields: dict[str, Any]) -> dict[str, Any]:
         try:
-            text: str = self._template.render(self._format.without_grammar(fields))["prompt"]
+            rendered: dict[str, Any] = self._template.render(fields)
         except RequestError as error:
-            raise self._format.blame(request, fields, error, self._vocab.model) from None
-        return text
+            raise self._format.blame(request, fields, error) from None
+        return rendered
 
     def _locate(
         self, request: ChatRequest, fields: dict[str, Any], text: str, tokenized: TokenizedText

@@ -2,7 +2,8 @@
 
 One reader serves streams and whole replies: a whole reply is its pieces joined. The parser reads a
 reply from its beginning each time, so that a long one would take longer to read than to write.
-After each reading it rests, so long that it takes no more than a small part of the time.
+After each reading it rests, so long that it takes no more than a small part of the time. What
+a reading takes is counted in the processor's time: others on the machine change no rest.
 """
 
 import math
@@ -10,7 +11,7 @@ import secrets
 import string
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import monotonic, thread_time
 from typing import Any, Protocol
 
 from kvmem.chat.stream import ReplyText
@@ -28,7 +29,7 @@ __all__ = [
 
 # Some templates refuse an id of another length; 62 ** 9 are enough.
 ID_LENGTH = 9
-# times as long as a reading took: 5 % of the time are for reading
+# times as long as a reading worked: 5 % of the time are for reading
 REST = 19
 
 ID_LETTERS = string.ascii_letters + string.digits
@@ -110,7 +111,8 @@ class ReplyReader:
     """Reads one reply.
 
     stops: texts that end it. preserved: bytes of control tokens whose text belongs to the format.
-    used_ids: ids of earlier calls, which no new call may have. clock: seconds.
+    used_ids: ids of earlier calls, which no new call may have.
+    clock: seconds. work: seconds that this thread has worked.
 
     is_stopped: a stop text has come; the reply is to be ended.
     n_tokens: tokens that were read, the one that completed a stop text included.
@@ -126,7 +128,8 @@ class ReplyReader:
         preserved: Mapping[int, bytes] | None = None,
         used_ids: Collection[str] = (),
         thinking: ThinkingTags | None = None,
-        clock: Callable[[], float] = perf_counter,
+        clock: Callable[[], float] = monotonic,
+        work: Callable[[], float] = thread_time,
     ) -> None:
         self._parser = parser
         self._text = ReplyText(stops)
@@ -134,6 +137,7 @@ class ReplyReader:
         self._used_ids = set(used_ids)
         self._thinking = _ThinkingCounter(thinking or ThinkingTags())
         self._clock = clock
+        self._work = work
         self._unread = ""  # by the parser
         self._rests_until = -math.inf
         self._n_calls = 0
@@ -172,10 +176,9 @@ class ReplyReader:
 
     def _read(self) -> Delta:
         text, self._unread = self._unread, ""
-        started = self._clock()
+        started = self._work()
         delta = self._delta(self._parser.feed(text))
-        now = self._clock()
-        self._rests_until = now + REST * (now - started)
+        self._rests_until = self._clock() + REST * (self._work() - started)
         return delta
 
     def finish(self, reason: StopReason) -> Delta:

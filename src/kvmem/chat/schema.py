@@ -6,15 +6,15 @@ written the schema in the words that have one, as far as there are any.
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from kvmem.chat.contradictions import BOUNDS, integer_range
 from kvmem.chat.formats import KNOWN as FORMATS
-from kvmem.chat.keywords import VALUES, demands_of, is_number, numbers_of
+from kvmem.chat.keywords import demands_of, is_number, numbers_of
 from kvmem.chat.normal import NormalSchema
 from kvmem.errors import RequestError
 from kvmem.llama.grammar import schema_grammar
@@ -62,14 +62,6 @@ TYPED: Mapping[str, str] = {
     "exclusiveMinimum": "integer",
     "exclusiveMaximum": "integer",
 }
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-RANGES = (
-    ("minLength", "maxLength"),
-    ("minItems", "maxItems"),
-    ("minProperties", "maxProperties"),
-    ("minContains", "maxContains"),
-    ("minimum", "maximum"),
-)
 # what a part of an allOf may have; the rest of it is lost, and of closed parts the closing
 IN_ALL_OF = frozenset({"type", "properties", "required"})
 ALTERNATIVES = ("oneOf", "anyOf", "allOf")
@@ -146,36 +138,10 @@ def _is_loop(schema: Any, root: Mapping[str, Any]) -> bool:
     return False
 
 
-def find_contradictions(schema: Mapping[str, Any]) -> Iterator[Unenforced]:
-    """Ranges that no value is in; llama.cpp never comes to an end of some."""
-    left: list[tuple[Any, str]] = [(schema, "#")]
-    while left:
-        node, path = left.pop()
-        if isinstance(node, list):
-            left += [(item, f"{path}/{index}") for index, item in enumerate(node)]
-        if not isinstance(node, Mapping):
-            continue
-        for low, high in RANGES:
-            lows, highs = numbers_of(node, low), numbers_of(node, high)
-            if lows and highs and lows[0] > highs[0]:
-                yield Unenforced(path, f"{low} {lows[0]}", f"contradicts {high} {highs[0]}")
-                break
-        else:
-            least, most = _integer_range(node)
-            is_empty = least is not None and most is not None and least > most
-            if node.get("type") == "integer" and is_empty:
-                given = [keyword for keyword in BOUNDS if keyword in node]
-                yield Unenforced(path, " and ".join(given), "leave no integer")
-        left += [(item, f"{path}/{name}") for name, item in node.items() if name not in VALUES]
-
-
-def _integer_range(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """The least and the largest integer that its bounds allow; None where there is no bound."""
-    lows = [math.ceil(bound) for bound in numbers_of(schema, "minimum")]
-    highs = [math.floor(bound) for bound in numbers_of(schema, "maximum")]
-    lows += [math.floor(bound) + 1 for bound in numbers_of(schema, "exclusiveMinimum")]
-    highs += [math.ceil(bound) - 1 for bound in numbers_of(schema, "exclusiveMaximum")]
-    return max(lows, default=None), min(highs, default=None)
+def find_contradictions(normal: NormalSchema) -> Iterator[Unenforced]:
+    """What no value fits: nothing can be held to it."""
+    for (path, keyword), reason in normal.contradictions.items():
+        yield Unenforced(path, keyword, reason)
 
 
 class _Walk:
@@ -186,6 +152,7 @@ class _Walk:
         self._waiting: list[str] = []  # references to follow
 
     def run(self) -> Iterator[Unenforced]:
+        yield from find_contradictions(self._normal)
         for (path, keyword), reason in self._normal.unwritten.items():
             yield Unenforced(path, keyword, reason)
         yield from self._visit(self._normal.schema, "#")
@@ -306,7 +273,7 @@ class _Walk:
     def _visit_bound(
         self, schema: Mapping[str, Any], keyword: str, value: Any, path: str
     ) -> Iterator[Unenforced]:
-        least, most = _integer_range(schema)
+        least, most = integer_range(schema)
         limit = MAX_OPEN_BOUND if least is None or most is None else MAX_BOUND
         if isinstance(value, float) and not value.is_integer():
             yield Unenforced(path, keyword, "must be a whole number for an integer")

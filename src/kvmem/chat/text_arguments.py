@@ -8,14 +8,17 @@ values that are named, patterns, formats, and lengths from below.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kvmem.chat import formats
 from kvmem.chat.exclusive import is_of_type
 from kvmem.chat.keywords import demands_of, numbers_of
+from kvmem.chat.language import NoText, TextDemands, write_rules
 from kvmem.chat.normal import NormalSchema
-from kvmem.chat.pattern import PatternError, write_pattern
+from kvmem.chat.pattern import write_pattern
+from kvmem.chat.regex import PatternError
 from kvmem.errors import UnsupportedContentError
 
 __all__ = [
@@ -86,18 +89,21 @@ def hold_texts(grammar: str, tools: Sequence[Sequence[str | None]]) -> str:
         if rule is not None
     }
     lines = []
+    below: dict[str, None] = {}  # what the rules name
     for line in grammar.splitlines():
         name, is_rule, body = line.partition(" ::= ")
         rule = narrowed.get(name)
         if is_rule and rule is not None and body.endswith(f" {ANY_TEXT}"):
-            line = f"{name} ::= {body.removesuffix(ANY_TEXT)}({rule})"
+            first, _, named = rule.partition("\n")
+            line = f"{name} ::= {body.removesuffix(ANY_TEXT)}({first})"
+            below |= {named: None} if named else {}
             del narrowed[name]
         lines.append(line)
     if narrowed:
         raise UnsupportedContentError(
             "arguments of the tools cannot be held to their schemas with this chat template"
         )
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *below, ""])
 
 
 def only_properties(schema: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -164,7 +170,10 @@ def _form_of(alternatives: list[Any], normal: NormalSchema) -> _Form:
     ]
     if lost or not rules:
         return _Form(None, tuple(dict.fromkeys([*demanded, *lost])))
-    return _Form(" | ".join(rules), demanded=tuple(dict.fromkeys(demanded)))
+    parts = [rule.partition("\n") for rule in rules]
+    named = dict.fromkeys(lines for _, _, lines in parts if lines)
+    rule = "\n".join([" | ".join(first for first, _, _ in parts), *named])
+    return _Form(rule, demanded=tuple(dict.fromkeys(demanded)))
 
 
 def _alternatives(schema: Any, normal: NormalSchema, depth: int = 0) -> Iterator[Any]:
@@ -255,21 +264,25 @@ def _type_rule(schema: Mapping[str, Any], normal: NormalSchema) -> str | None:
         words = '"null"' if kind == "null" else '("true" | "false")'
         return f"{words} {_literal(CLOSING)}"
     demands = set(demands_of(schema)) - {"type"}
-    source = None
+    texts = None
     if demands == {"pattern"}:
-        source = normal.patterns.get(str(schema["pattern"]))
-    elif demands == {"format"}:
-        source = formats.PLAIN.get(str(schema["format"]))
+        texts = normal.patterns.get(str(schema["pattern"]))
+    elif demands == {"format"} and schema["format"] in formats.KNOWN:
+        texts = TextDemands((formats.PLAIN[schema["format"]],))
     elif demands == {"minLength"} and numbers_of(schema, "minLength"):
         least = int(schema["minLength"])
         # the first ones on one line, so that the closing tag is none of them
         return rf"[^\x0A]{{{least}}} {ANY_TEXT}" if least <= MAX_LEAST else None
-    if source is None:
+    if texts is None:
         return None
+    if texts.is_one_pattern:
+        with suppress(PatternError):  # it may look ahead
+            return f"{write_pattern(texts.patterns[0], form='plain')[1:-1]} {_literal(CLOSING)}"
     try:
-        return f"{write_pattern(source, form='plain')[1:-1]} {_literal(CLOSING)}"
-    except PatternError:
+        written, _, named = write_rules(texts, "plain").partition("\n")
+    except (PatternError, NoText):
         return None
+    return f"{written} {_literal(CLOSING)}\n{named}"
 
 
 def _texts_of(values: Sequence[Any], kinds: set[str]) -> Iterator[str]:

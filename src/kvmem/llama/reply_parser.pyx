@@ -8,11 +8,9 @@ from kvmem.errors import StateError
 from kvmem.llama cimport c_bridge as c
 from kvmem.llama.bridge cimport as_json, take
 from kvmem.llama.model cimport Model
-from kvmem.llama.template cimport ChatTemplate
+from kvmem.llama.template cimport ChatTemplate, rendered_of
 
 __all__ = ["ReplyParser"]
-
-cdef str REFUSED = "the chat template refuses the messages: "
 
 
 @cython.final
@@ -47,7 +45,7 @@ cdef class ReplyParser:
         with nogil:
             status = c.kvmem_reply_init(
                 chat, handle, chars, n_chars, &self._ptr, &text, &n_text)
-        self.rendered = json.loads(take(status, text, n_text, REFUSED, ""))
+        self.rendered = rendered_of(status, text, n_text)
 
     def __dealloc__(self):
         c.kvmem_reply_free(self._ptr)

@@ -12,8 +12,6 @@ from kvmem.llama.model cimport Model
 
 __all__ = ["ChatTemplate"]
 
-cdef str REFUSED = "the chat template refuses the messages: "
-
 
 @cython.final
 cdef class ChatTemplate:
@@ -74,7 +72,7 @@ cdef class ChatTemplate:
         cdef int status
         with nogil:
             status = c.kvmem_chat_info(handle, &text, &n_text)
-        return json.loads(take(status, text, n_text, REFUSED, ""))
+        return rendered_of(status, text, n_text)
 
     def render(self, request not None):
         """Render a request; its fields and those of the result are listed in kvmem-bridge.h.
@@ -91,4 +89,10 @@ cdef class ChatTemplate:
         cdef int status
         with nogil:
             status = c.kvmem_chat_render(handle, chars, n_chars, &text, &n_text)
-        return json.loads(take(status, text, n_text, REFUSED, ""))
+        return rendered_of(status, text, n_text)
+
+
+cdef dict rendered_of(int status, char *text, size_t n_text):
+    """What a template makes of a request. Raises RequestError with its reason."""
+    return json.loads(
+        take(status, text, n_text, "the chat template refuses the messages: ", ""))

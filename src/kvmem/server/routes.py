@@ -1,6 +1,7 @@
 """The endpoints: /health, /v1/models, /v1/chat/completions, each also without /v1."""
 
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -80,6 +81,7 @@ class Api:
         # a parser reads one reply, so each has its own
         rendered = [await run_in_threadpool(backend.render, asked) for _ in range(asked.n)]
         prompt = rendered[0].prompt
+        again = replace(prompt, is_read_anew=False)  # the first reply has read it
         if len(prompt.tokens) >= backend.n_ctx:
             raise ContextLengthError(len(prompt.tokens), backend.n_ctx)
         shape = ReplyShape(
@@ -92,7 +94,7 @@ class Api:
             choices = [
                 Choice(
                     await stack.enter_async_context(
-                        self._worker.submit(prompt, one.params().vary(number))
+                        self._worker.submit(again if number else prompt, one.params().vary(number))
                     ),
                     one.reader(),
                     Pace(with_progress=asked.show_progress, with_timings=asked.show_timings),

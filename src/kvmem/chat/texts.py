@@ -1,0 +1,130 @@
+"""What a schema demands of texts: patterns, formats and lengths, in the words of a grammar."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvmem.chat import formats
+from kvmem.chat.contradictions import nothing
+from kvmem.chat.keywords import numbers_of
+from kvmem.chat.language import NoText, TextDemands, length_range, write_rules
+from kvmem.chat.pattern import write_pattern
+from kvmem.chat.regex import PatternError
+
+__all__ = ["TextWriter"]
+
+Json = dict[str, Any]
+
+LENGTHS = ("minLength", "maxLength")
+KEYWORDS = ("pattern", "format", *LENGTHS)
+
+
+class TextWriter:
+    """Writes the texts of one schema.
+
+    patterns: what each pattern that it wrote was made from.
+    rules: texts of a grammar, and the rules that are to take their places.
+    unwritten: path and keyword of what it could not write, and why.
+    """
+
+    def __init__(self) -> None:
+        self.patterns: dict[str, TextDemands] = {}
+        self.rules: dict[str, str] = {}
+        self.unwritten: dict[tuple[str, str], str] = {}
+
+    def plain(self, node: Json, path: str) -> Json:
+        """The schema with all that it demands of texts in one keyword, where that can be."""
+        form = node.get("format")
+        if isinstance(form, str) and not _is_known(form):
+            # it says nothing about which texts are right
+            return self.plain({k: v for k, v in node.items() if k != "format"}, path)
+        if node.get("minLength") == 0:
+            node = {k: v for k, v in node.items() if k != "minLength"}
+        kinds = node.get("type", "string")
+        if (
+            "const" in node
+            or "enum" in node
+            or "string" not in (kinds if isinstance(kinds, list) else [kinds])
+        ):
+            return node
+        demands = _demands_of(node)
+        if demands is None:
+            return node
+        if demands.is_one_pattern and form in formats.KNOWN:  # llama.cpp has it
+            return {k: v for k, v in node.items() if k not in LENGTHS}
+        try:
+            written = self._written(demands)
+        except NoText:
+            return _without_texts(node, kinds)
+        except PatternError as error:
+            keyword = "pattern" if "pattern" in node else "format"
+            self.unwritten[path, keyword] = f"{node[keyword]!r} {error}"
+            return node
+        self.patterns[written] = demands
+        return {**{k: v for k, v in node.items() if k not in KEYWORDS}, "pattern": written}
+
+    def _written(self, demands: TextDemands) -> str:
+        """A pattern, or one that a rule takes the place of."""
+        if demands.is_one_pattern:
+            try:
+                return write_pattern(demands.patterns[0])
+            except PatternError as error:
+                try:
+                    rules = write_rules(demands)  # it may look ahead
+                except PatternError:
+                    raise error from None
+        else:
+            rules = write_rules(demands)
+        name = rules.partition("\n")[0]
+        self.rules[f'"{name.replace("-", "")}"'] = rules
+        return f"^{name.replace('-', '')}$"
+
+
+def _is_known(form: str) -> bool:
+    return form in formats.PATTERNS or form in (*formats.KNOWN, *formats.CHECKED)
+
+
+def _demands_of(node: Mapping[str, Any]) -> TextDemands | None:
+    """None where there is nothing to write, or nothing that can be read."""
+    patterns = [node["pattern"]] if isinstance(node.get("pattern"), str) else []
+    form = node.get("format")
+    if isinstance(form, str):
+        known = formats.PATTERNS.get(form) or formats.PLAIN.get(form)
+        if known is None:
+            return None
+        patterns.append(known)
+    if not patterns or ("pattern" in node) != isinstance(node.get("pattern"), str):
+        return None
+    lengths: dict[str, int] = {}
+    for keyword in LENGTHS:
+        for value in numbers_of(node, keyword):
+            if value >= 0 and int(value) == value:
+                lengths[keyword] = int(value)
+    if len(lengths) < sum(keyword in node for keyword in LENGTHS):
+        return None
+    least, most = lengths.get("minLength", 0), lengths.get("maxLength")
+    return _without_lengths(TextDemands(tuple(patterns), least, most))
+
+
+def _without_lengths(demands: TextDemands) -> TextDemands:
+    """Without those that every text of the patterns has."""
+    try:
+        ranges = [length_range(pattern) for pattern in demands.patterns]
+    except PatternError:
+        return demands
+    shortest = max(low for low, _ in ranges)
+    longest = min((high for _, high in ranges if high is not None), default=None)
+    least, most = demands.least, demands.most
+    if least <= shortest:
+        least = 0
+    if most is not None and longest is not None and most >= longest:
+        most = None
+    return TextDemands(demands.patterns, least, most)
+
+
+def _without_texts(node: Json, kinds: Any) -> Json:
+    """No text fits: what is left of the types."""
+    given = [keyword for keyword in KEYWORDS if keyword in node]
+    if isinstance(kinds, list) and len(kinds) > 1:
+        left = [kind for kind in kinds if kind != "string"]
+        return {**{k: v for k, v in node.items() if k not in KEYWORDS}, "type": left}
+    return nothing(" and ".join(given), "fit no text" if len(given) > 1 else "fits no text")
