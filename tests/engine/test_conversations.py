@@ -13,10 +13,19 @@ from engines import Recorded, Reply, make_config, random_tokens, record
 from stock import require_tie
 
 from kvmem.engine.calibration import Calibration
+from kvmem.engine.conversation import Conversation
 from kvmem.engine.conversations import PARKED_CHECKPOINTS
 from kvmem.engine.engine import Engine
+from kvmem.engine.memory import TieredMemory
 from kvmem.engine.session import Session
-from kvmem.errors import CapacityError, ConfigError, DecodeError, TransferError
+from kvmem.engine.switching import branch
+from kvmem.errors import (
+    CapacityError,
+    ConfigError,
+    DecodeError,
+    HostCapacityError,
+    TransferError,
+)
 
 KINDS = ["llama", "qwen3", "qwen35", "qwen35moe"]
 
@@ -398,6 +407,43 @@ def test_other_pairs_reach_a_conversation_when_it_comes_back(tiny_llama: Path) -
         late = play(recorded, 2)
     with record(tiny_llama, **MANY) as recorded:
         assert play(recorded, 0)[2:] == late[2:]
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_a_branch_for_which_there_is_no_room(
+    tiny_llama: Path, source: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is answered all the same: the one on the device leaves, or is cut back to the branch."""
+    tries: list[int] = []
+
+    def full(memory: TieredMemory, one: Conversation, n_tokens: int) -> Conversation:
+        tries.append(n_tokens)
+        if len(tries) == 1 and is_full:
+            raise HostCapacityError("nothing is free")
+        return branch(memory, one, n_tokens)
+
+    def play() -> list[Reply]:
+        chats = [Chat(random_tokens(150, number)) for number in range(2)]
+        with record(tiny_llama, **WHOLE) as recorded:
+            for number, chat in enumerate(chats):  # the second one is on the device then
+                chat.ask(recorded.session, random_tokens(400, 10 + number))
+            title = Chat(chats[source].system)
+            replies = [title.ask(recorded.session, random_tokens(40, 20))]
+            many = conversations_of(recorded.session)
+            many.check()
+            assert len(many) == 2 if is_full else 3
+            return [*replies, *(chat.ask(recorded.session, (5, 6, 7)) for chat in chats)]
+
+    monkeypatch.setattr("kvmem.engine.conversations.branch", full)
+    is_full = False
+    expected = play()
+    tries.clear()
+    is_full = True
+    replies = play()
+    assert tries[0] > 100 and (source or tries[1] == tries[0])
+    assert any("could not be kept" in note for note in replies[0].stats.memory.notes)
+    assert replies[0].stats.cached_tokens == expected[0].stats.cached_tokens > 100
+    assert [reply.tokens for reply in replies] == [reply.tokens for reply in expected]
 
 
 def test_settings_that_contradict_each_other_are_refused(tiny_llama: Path) -> None:

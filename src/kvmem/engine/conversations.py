@@ -15,6 +15,7 @@ from kvmem.engine.memory import TieredMemory
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.stats import ConversationUse, MemoryReport
 from kvmem.engine.switching import branch, forget, switch
+from kvmem.errors import HostCapacityError
 
 __all__ = ["ConversationInfo", "Conversations", "common_prefix"]
 
@@ -239,7 +240,10 @@ class Conversations:
                 pass
             if len(self) >= self._limit:  # the two that are left: one leaves, one is branched from
                 memory.clear()
-            target = branch(memory, best, kept) if use == "branched" else memory.new_conversation()
+            target = self._branch(best, kept) if use == "branched" else memory.new_conversation()
+            if target is best:
+                memory.truncate(kept)
+                return
             self._number(target, prompt.conversation_id)
             self._kept.append(target)
         self._needed = target
@@ -258,6 +262,20 @@ class Conversations:
         report.blocks_kept += transfer.n_kept
         report.bytes_in += transfer.bytes_in
         report.bytes_out += transfer.bytes_out
+
+    def _branch(self, source: Conversation, n_tokens: int) -> Conversation:
+        """A branch. Where there is no room for one beside what must not leave, the conversation on
+        the device gives way; if that is the source, it is gone on with itself.
+        """
+        memory = self._memory
+        try:
+            return branch(memory, source, n_tokens)
+        except HostCapacityError as error:
+            memory.note(f"a conversation of {memory.n_tokens} tokens could not be kept: {error}")
+            if source is memory.active:
+                return source
+            memory.clear()
+            return branch(memory, source, n_tokens)
 
     def _number(self, one: Conversation, client_id: str | None = None) -> None:
         """It is a new one."""
