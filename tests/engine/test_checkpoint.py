@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvmem.engine import checkpoint as module
 from kvmem.engine.checkpoint import MAX_CHECKPOINTS, Checkpoints
 from kvmem.kv.budget import HostBudget
+from kvmem.kv.port import ArrayPort
 from kvmem.llama.state import state_bytes
 
 STATE_BYTES = 1000
@@ -45,7 +46,8 @@ def fake_state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 def make(limit_bytes: int = 1 << 20, **settings: int) -> tuple[Checkpoints, Device, HostBudget]:
     device, budget = Device(), HostBudget(limit_bytes)
-    return Checkpoints(device, budget, **settings), device, budget  # type: ignore[arg-type]
+    port = ArrayPort(n_slots=1, block_tokens=1, row_bytes=[1])
+    return Checkpoints(device, budget, port, **settings), device, budget  # type: ignore[arg-type]
 
 
 def reread(positions: list[int], change: int, end: int) -> int:

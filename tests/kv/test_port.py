@@ -7,7 +7,7 @@ import pytest
 from memory_driver import MemoryDriver
 
 from kvmem.errors import StateError, TransferError
-from kvmem.kv.port import ArrayPort, DevicePort
+from kvmem.kv.port import ArrayPort, DevicePort, HostMemory
 
 
 def some(n: int, n_bytes: int = 8) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -106,3 +106,24 @@ def test_cells_that_do_not_exist_are_refused() -> None:
             port.rows(cell)
         with pytest.raises(ValueError, match="not of this device"):
             port.overwrite(cell, np.zeros(8, dtype=np.uint8))
+
+
+def test_host_memory_is_writable_and_goes_back() -> None:
+    port = ArrayPort(1, 4, [3])
+    memory = np.asarray(memoryview(HostMemory(port, 5000)))
+    assert len(memory) == port.slab_bytes == 5000
+    memory[:] = 7
+    part = memory[4000:]
+    del memory
+    assert part.tolist() == [7] * 1000
+    assert port.slab_bytes == 5000, "a part holds all of it"
+    del part
+    assert port.slab_bytes == 0
+
+
+def test_host_memory_that_is_not_there_is_an_error() -> None:
+    port = ArrayPort(1, 4, [3])
+    port.slab_limit_bytes = 4999
+    with pytest.raises(MemoryError):
+        HostMemory(port, 5000)
+    assert port.slab_bytes == 0

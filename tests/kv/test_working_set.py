@@ -9,7 +9,7 @@ import pytest
 from memory_driver import RECORD_BYTES, ROW_BYTES, MemoryDriver
 
 from kvmem.errors import CapacityError, ConfigError, StateError, TransferError
-from kvmem.kv.budget import HostBudget
+from kvmem.kv.budget import Charge, HostBudget
 from kvmem.kv.port import ArrayPort
 from kvmem.kv.working_set import WorkingSet
 
@@ -353,3 +353,32 @@ def test_decode_steps_reuse_their_buffer() -> None:
     driver.ws.rollback()
     second = driver.ws.prepare(1)
     assert np.shares_memory(first, second)
+
+
+def test_provided_memory_is_what_the_next_seal_takes() -> None:
+    driver = MemoryDriver(budget_blocks=4, n_records=16)  # two records a slab
+    driver.decode(9)
+    driver.ws.provide()
+    provided = driver.port.slab_bytes
+    assert provided == 2 * RECORD_BYTES
+    assert driver.ws.seal() == [0, 1]
+    driver.ws.provide()
+    assert driver.port.slab_bytes == provided, "the open block needs none"
+    driver.ws.prepare(3)
+    driver.ws.provide()
+    assert driver.port.slab_bytes == 2 * provided, "the pending tokens complete a third"
+    driver.ws.rollback()
+    driver.check()
+
+
+def test_what_cannot_be_provided_changes_nothing() -> None:
+    driver = MemoryDriver(budget_blocks=4, n_records=16)
+    driver.decode(9)
+    others = Charge(driver.budget, driver.budget.limit - driver.budget.used)
+    with pytest.raises(CapacityError, match="a block's host record"):
+        driver.ws.provide()
+    assert driver.port.slab_bytes == 0
+    others.release()
+    driver.ws.provide()
+    assert driver.ws.seal() == [0, 1]
+    driver.check()

@@ -228,3 +228,19 @@ def test_a_token_set_meanwhile_cancels_during_the_batch(model: Model) -> None:
         context.clear()
         context.decode(*batch(4))  # the next batch knows nothing of it
         assert np.isfinite(context.logits()).all()
+
+
+def test_what_is_done_meanwhile_is_done_once_and_its_error_comes_out(model: Model) -> None:
+    calls: list[int] = []
+
+    def fail() -> None:
+        raise RuntimeError("meanwhile")
+
+    with Context(model, n_ctx=64) as context:
+        context.decode(*batch(4), meanwhile=lambda: calls.append(context.seq_pos_max(0)))
+        assert calls == [3]
+        with pytest.raises(RuntimeError, match="meanwhile"):
+            context.decode(*batch(4, start=4), meanwhile=fail)
+        assert context.seq_pos_max(0) == 7, "the batch itself has run to its end"
+        context.decode(*batch(4, start=8), meanwhile=lambda: calls.append(0))
+        assert calls == [3, 0]

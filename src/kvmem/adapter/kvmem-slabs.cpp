@@ -47,7 +47,7 @@ void kvmem_slabs::free(uint8_t * data) {
     slabs.erase(found);
     (gone.pinned ? n_pinned : n_plain) -= gone.bytes;
     if (gone.pinned) {
-        kvmem_pinned_free(gone.base);
+        kvmem_pinned_free(gone.base, gone.bytes + page_bytes);
     } else {
         munmap(gone.base, gone.bytes);
     }
@@ -63,5 +63,5 @@ uint8_t * kvmem_pinned_alloc(size_t) {
     return nullptr;
 }
 
-void kvmem_pinned_free(uint8_t *) {}
+void kvmem_pinned_free(uint8_t *, size_t) {}
 #endif

@@ -38,4 +38,4 @@ struct kvmem_slabs {
 
 // of the CUDA build; null if there is none left
 uint8_t * kvmem_pinned_alloc(size_t bytes);
-void      kvmem_pinned_free(uint8_t * data);
+void      kvmem_pinned_free(uint8_t * data, size_t bytes);

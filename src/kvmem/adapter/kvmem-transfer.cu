@@ -7,6 +7,7 @@
 #include "llama-impl.h"
 
 #include <cuda_runtime.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <chrono>
@@ -189,14 +190,14 @@ struct cuda_transfer : kvmem_transfer {
                 }
                 const cudaError_t status = drain();
                 if (status != cudaSuccess) {
-                    kvmem_pinned_free(pinned);
+                    kvmem_pinned_free(pinned, bytes);
                     check(status, "plain copy");
                 }
                 const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
                 rates[to_device] = std::max(rates[to_device], n_copies * bytes / spent.count());
             }
         }
-        kvmem_pinned_free(pinned);
+        kvmem_pinned_free(pinned, bytes);
         return { rates[1], rates[0] };
     }
 
@@ -369,8 +370,17 @@ std::unique_ptr<kvmem_transfer> kvmem_transfer_cuda(
     }
 }
 
+// Registering memory of huge pages is several times as fast as cudaHostAlloc, which remains for systems that cannot.
 uint8_t * kvmem_pinned_alloc(size_t bytes) {
-    void * data = nullptr;
+    void * data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data != MAP_FAILED) {
+        madvise(data, bytes, MADV_HUGEPAGE);
+        if (cudaHostRegister(data, bytes, cudaHostRegisterPortable) == cudaSuccess) {
+            return (uint8_t *) data;
+        }
+        cudaGetLastError();
+        munmap(data, bytes);
+    }
     if (cudaHostAlloc(&data, bytes, cudaHostAllocPortable) != cudaSuccess) {
         cudaGetLastError();
         return nullptr;
@@ -378,6 +388,11 @@ uint8_t * kvmem_pinned_alloc(size_t bytes) {
     return (uint8_t *) data;
 }
 
-void kvmem_pinned_free(uint8_t * data) {
+void kvmem_pinned_free(uint8_t * data, size_t bytes) {
+    if (cudaHostUnregister(data) == cudaSuccess) {
+        munmap(data, bytes);
+        return;
+    }
+    cudaGetLastError();
     cudaFreeHost(data);
 }

@@ -5,6 +5,7 @@ on the device is the business of engine.switching. PlainMemory is stock llama.cp
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import TypeVar
 
@@ -203,10 +204,12 @@ class TieredMemory:
         outputs: Outputs = "last",
         cancel: CancelToken | None = None,
         reply: bool = False,
+        seal: bool = True,
     ) -> None:
         """Run one batch and append it.
 
-        After an error the history is as before, or at the checkpoint before that.
+        seal: whether the blocks that it completes are to be stored. After an error the history is
+        as before, or at the checkpoint before that.
         """
         if not self.is_whole:
             raise StateError("what was broken off is not undone yet: settle() comes first")
@@ -217,7 +220,13 @@ class TieredMemory:
             pos = positions_behind(ws.pos, len(tokens))
             first_pos = np.ascontiguousarray(pos[:, 0])
             self.state_is_certain = False
-            self.context.decode(tokens, first_pos, outputs=outputs, cancel=cancel)
+            self.context.decode(
+                tokens,
+                first_pos,
+                outputs=outputs,
+                cancel=cancel,
+                meanwhile=self._provide if seal else None,
+            )
             if self.drafter is not None:
                 self.drafter.follow(cells, tokens, first_pos)
             ws.commit(tokens, pos)
@@ -298,6 +307,7 @@ class TieredMemory:
                 outputs=outputs if done + n == len(tokens) else "none",
                 cancel=cancel,
                 reply=keep,
+                seal=seal,
             )
             if seal:
                 self.try_seal()
@@ -389,6 +399,10 @@ class TieredMemory:
                     raise
                 self.note("the host limit is near: checkpoints gave way to blocks")
 
+    def _provide(self) -> None:
+        with suppress(CapacityError):  # storing says so, where it matters
+            self.working_set.provide()
+
     def _seal(self) -> None:
         self.working_set.seal()
         self.index.add_sealed(self.working_set)
@@ -471,6 +485,7 @@ class TieredMemory:
             checkpoints=Checkpoints(
                 self.context,
                 self.host,
+                self.port,
                 spare=self._spare_states,
                 make_room=lambda: self.make_room_on_host(),
                 hidden=None if self.drafter is None else self.drafter.hidden,

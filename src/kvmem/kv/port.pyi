@@ -5,7 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import disjoint_base
 
-__all__ = ["ArrayPort", "DevicePort"]
+__all__ = ["ArrayPort", "DevicePort", "HostMemory"]
 
 @disjoint_base
 class DevicePort:
@@ -17,6 +17,11 @@ class DevicePort:
     def row_bytes(self) -> tuple[int, ...]: ...
     @property
     def payload_bytes(self) -> int: ...
+
+@final
+class HostMemory:
+    def __init__(self, port: DevicePort, n_bytes: int) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
 class ArrayPort(DevicePort):

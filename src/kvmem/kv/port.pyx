@@ -1,6 +1,7 @@
 """The seam between the memory and a device, and a device made of NumPy arrays."""
 
 cimport cython
+from cpython.buffer cimport PyBuffer_FillInfo
 from libc.string cimport memcpy, memset
 from posix.stdlib cimport posix_memalign
 from libc.stdlib cimport free
@@ -11,7 +12,7 @@ from kvmem.errors import StateError, TransferError
 
 from kvmem.ids cimport CellId, SlotId
 
-__all__ = ["ArrayPort", "DevicePort"]
+__all__ = ["ArrayPort", "DevicePort", "HostMemory"]
 
 cdef size_t PAGE_BYTES = 4096
 cdef long long MAX_CELLS = 2**31 - 1
@@ -80,6 +81,32 @@ cdef class DevicePort:
 
     cdef void slab_free(self, unsigned char *slab, size_t n_bytes) noexcept:
         free(slab)
+
+
+@cython.final
+@cython.no_gc_clear  # __dealloc__ gives the bytes back to the port
+cdef class HostMemory:
+    """Host memory that the port's device copies fast from and to, as a buffer of bytes.
+
+    It goes back with the last reference, which must be gone before the device is. MemoryError if
+    there is none.
+    """
+
+    cdef DevicePort _port
+    cdef unsigned char *_data
+    cdef size_t _n_bytes
+
+    def __cinit__(self, DevicePort port not None, size_t n_bytes):
+        self._data = port.slab_alloc(max(n_bytes, <size_t>1))
+        self._n_bytes = n_bytes
+        self._port = port
+
+    def __dealloc__(self):
+        if self._data != NULL:
+            self._port.slab_free(self._data, max(self._n_bytes, <size_t>1))
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        PyBuffer_FillInfo(view, self, self._data, self._n_bytes, 0, flags)
 
 
 @cython.final

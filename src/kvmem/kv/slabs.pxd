@@ -41,6 +41,7 @@ cdef class RecordSlabs:
         return <CellMeta *>(record + sizeof(RecordHeader))
 
     cdef bytes read(self, unsigned char *record, int n_tokens)
+    cdef int provide(self, int n) except -1
     cdef unsigned char *reserve(self) except NULL
     cdef void hold(self, unsigned char *record) noexcept nogil
     cdef void let_go(self, unsigned char *record) noexcept nogil

@@ -90,6 +90,16 @@ cdef class RecordSlabs:
             payload += self.block_tokens * n_bytes
         return b"".join(rows)
 
+    cdef int provide(self, int n) except -1:
+        """Have n free records, so that the next n need no new memory; or CapacityError."""
+        cdef int slab, n_free = -self.n_used
+        for slab in range(self.n_slabs):
+            n_free += self._slabs[slab].n_records
+        while n_free < n:
+            self._add_slab()
+            n_free += self._slabs[self.n_slabs - 1].n_records
+        return 0
+
     cdef unsigned char *reserve(self) except NULL:
         """Take a nameless record; CapacityError if the limit is reached, and nothing changes."""
         cdef int slab

@@ -244,6 +244,17 @@ cdef class WorkingSet:
 
     # tiers
 
+    def provide(self):
+        """Get the host memory for the blocks that the prepared tokens will complete.
+
+        seal() would get it itself. Here it can be had while the device computes.
+
+        Raises:
+            CapacityError: the host limit is reached, and seal() will say so, too.
+        """
+        cdef int n_complete = (self._table.n_tokens + self.n_pending) // self.block_tokens
+        self._store.slabs.provide(n_complete - self._store.n_records)
+
     def seal(self):
         """Copy every complete block without a host copy to the host.
 

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -62,6 +62,7 @@ class Context:
         outputs: Literal["last", "all", "none"] | Sequence[int] = "last",
         seqs: Sequence[int] = (0,),
         cancel: CancelToken | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> None: ...
     def logits(self, i: int = -1) -> NDArray[Any]: ...
     def clear(self) -> None: ...

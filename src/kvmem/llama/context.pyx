@@ -222,11 +222,12 @@ cdef class Context:
         return self._ptr == NULL
 
     def decode(self, const int[::1] tokens not None, const int[::1] pos not None, *,
-               outputs="last", seqs=(0,), CancelToken cancel=None):
+               outputs="last", seqs=(0,), CancelToken cancel=None, meanwhile=None):
         """Run one batch through the model; the GIL is released.
 
         tokens, pos: int32 [n], 1 <= n <= n_batch. outputs: "last", "all", "none" or a sequence of
         token indices, the rows of logits to keep. seqs: the sequences that the tokens belong to.
+        meanwhile: called without arguments once all of it is queued, which a GPU still works on.
 
         Raises:
             DecodeError: llama.cpp refused or failed; which tokens it still holds is up to the
@@ -268,9 +269,13 @@ cdef class Context:
         self._interrupt = None
         with nogil:
             status = c.llama_decode(ctx, self._batch)
-            if status == 0:
-                c.llama_synchronize(ctx)
         if status == 0:
+            try:
+                if meanwhile is not None:
+                    meanwhile()
+            finally:
+                with nogil:
+                    c.llama_synchronize(ctx)
             return
         errors = log.drain()
         self.n_outputs = 0
