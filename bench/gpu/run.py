@@ -20,6 +20,8 @@ POOL = ["--kvmem-gen-reserve", "16384", "--kvmem-block-tokens", "128", "-b", "20
 GPU_TESTS = ["tests/llama", "tests/differential"]
 TOOLS = ["--task", "tools", "--tokens", "262144", "--rounds", "32", "--reply", "64"]
 TOOLS += ["--kvmem-budget", "36864", *POOL]
+CHAT = ["--task", "chat", "--tokens", "24576", "--rounds", "4", "--reply", "256"]
+CHAT += ["--kvmem-budget", "36864", *POOL]
 SPEED = ["--depth", "258048", "--pool-tokens", "53248", "--window-tokens", "38912"]
 SPEED += ["--prefill", "2048", "--decode", "48", *POOL]
 
@@ -42,6 +44,8 @@ def commands(model: str, out: Path, threads: str) -> dict[str, list[str]]:
         "experiments": [str(HERE / "experiments.py"), model, *record("experiments")],
         "transfers": [str(HERE / "experiments.py"), model, "transfers", *record("transfers")],
         "speed": bench("speed", "speed", *SPEED),
+        "chat": bench("chat", "agent", *CHAT, "--stock"),
+        "chat-drafts": bench("chat-drafts", "agent", *CHAT, "--spec-draft-n-max", "3"),
         "tools": bench("tools", "agent", *TOOLS),
         "tools-drafts": bench("tools-drafts", "agent", *TOOLS, "--spec-draft-n-max", "3"),
     }
