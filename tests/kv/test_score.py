@@ -19,8 +19,9 @@ from kvmem.kv.score import ScoreScratch, score_blocks, score_slices
 from kvmem.kv.scorers import HEADS_CENTRING, SCORERS, ScoreInputs, fuse, rank, run_scorer
 from kvmem.kv.summary import KeySummaries
 
-# f32 sums of int8 keys against float64 of the same int8 keys: logits are off by about 1e-5.
-TOLERANCE = 2e-4
+# Against float64 of the same int8 keys. With VNNI the query's rows are int16, and a logit is off by
+# about 1e-4, in f32 by 1e-5.
+TOLERANCE = 1e-3
 
 
 def make_query(layout: KvLayout, n_rows: int = 5, seed: int = 7, strength: float = 2.0) -> Query:
@@ -59,7 +60,7 @@ def assert_same_order(found: NDArray[np.float32], wanted: NDArray[np.float64]) -
     """Neighbours in the twin's order keep it wherever they lie apart by more than the tolerance."""
     order = np.argsort(-wanted)
     apart = wanted[order[:-1]] > wanted[order[1:]] * (1 + 2 * TOLERANCE)
-    assert apart.mean() > 0.9
+    assert apart.mean() > 0.6
     assert (found[order[:-1]] >= found[order[1:]])[apart].all()
 
 
@@ -69,7 +70,7 @@ def assert_same_order(found: NDArray[np.float32], wanted: NDArray[np.float64]) -
     n_blocks=st.integers(1, 40),
     n_rows=st.integers(1, 16),
     group=st.integers(1, 7),
-    dim=st.sampled_from([4, 64, 80]),
+    dim=st.sampled_from([4, 64, 80, 516]),  # the last is too wide for whole numbers
     power=st.integers(1, 3),
     centring=st.sampled_from([0.0, 0.5, 1.0]),
     seed=st.integers(0, 99),

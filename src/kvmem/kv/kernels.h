@@ -107,18 +107,120 @@ KV_CLONES KV_NOINLINE static void kv_dot_tile(
     memcpy(sums, acc, sizeof(acc));
 }
 
+// Whole numbers instead: query rows as int16, whose error of a 65,534th of a row's largest value is far
+// below that of int8 keys. VNNI multiplies and adds 32 of them at once, twice as many as floats. Chosen
+// by hand, as the loader's choice knows no processors by that.
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define KV_VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
+#define KV_VNNI_MAX_DIM 512 // 127 * 32767 * 512 still fits in 32 bits
+
+static int kv_has_vnni(void) {
+    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni");
+}
+
+//   query  f32 [n_groups][dim][KV_ROWS]
+//   out    int16 [n_groups][dim / 2][KV_ROWS][2]      scale  f32 [n_groups * KV_ROWS]
+KV_VNNI static void kv_quantize_rows(const float * query, int dim, int n_groups, int16_t * out, float * scale) {
+    for (int group = 0; group < n_groups; ++group) {
+        const float * rows = query + (size_t) group * dim * KV_ROWS;
+        int16_t *     to   = out + (size_t) group * dim * KV_ROWS;
+        for (int row = 0; row < KV_ROWS; ++row) {
+            float largest = 0;
+            for (int i = 0; i < dim; ++i) {
+                const float size = rows[i * KV_ROWS + row] < 0 ? -rows[i * KV_ROWS + row] : rows[i * KV_ROWS + row];
+                largest          = size > largest ? size : largest;
+            }
+            const float inverse          = largest > 0 ? 32767.0f / largest : 0;
+            scale[group * KV_ROWS + row] = largest / 32767.0f;
+            for (int i = 0; i < dim; ++i) {
+                const float value                         = rows[i * KV_ROWS + row] * inverse;
+                to[((i / 2) * KV_ROWS + row) * 2 + i % 2] = (int16_t) (value < 0 ? value - 0.5f : value + 0.5f);
+            }
+        }
+    }
+}
+
+// Two tiles of keys at once, so that each row's numbers are loaded once for both.
+//   keys  int8 [2][dim][KV_LANES]      pairs  int16 [2][dim / 2][KV_LANES][2], scratch
+KV_VNNI static void kv_dot_two_tiles(const int8_t * keys, int dim, const int16_t * query, const float * scale,
+        int n_groups, int16_t * pairs, const float * key_scale, float * out, size_t width) {
+    for (int i = 0; i < dim; ++i) { // dim pairs in both tiles together
+        const __m128i even = _mm_loadu_si128((const __m128i *) (keys + (size_t) (2 * i) * KV_LANES));
+        const __m128i odd  = _mm_loadu_si128((const __m128i *) (keys + (size_t) (2 * i + 1) * KV_LANES));
+        const __m256i both = _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
+        _mm512_storeu_si512(pairs + (size_t) i * 2 * KV_LANES, _mm512_cvtepi8_epi16(both));
+    }
+    const int16_t * second = pairs + (size_t) dim * KV_LANES;
+    const __m512    left = _mm512_loadu_ps(key_scale), right = _mm512_loadu_ps(key_scale + KV_LANES);
+    for (int group = 0; group < n_groups; ++group) {
+        const int16_t * rows = query + (size_t) group * dim * KV_ROWS;
+        __m512i         acc[2][KV_ROWS];
+#pragma GCC unroll 6
+        for (int row = 0; row < KV_ROWS; ++row) {
+            acc[0][row] = acc[1][row] = _mm512_setzero_si512();
+        }
+        for (int i = 0; i < dim / 2; ++i) {
+            const __m512i first = _mm512_loadu_si512(pairs + (size_t) i * 2 * KV_LANES);
+            const __m512i next  = _mm512_loadu_si512(second + (size_t) i * 2 * KV_LANES);
+#pragma GCC unroll 6
+            for (int row = 0; row < KV_ROWS; ++row) {
+                int32_t two;
+                memcpy(&two, rows + (size_t) (i * KV_ROWS + row) * 2, sizeof(two));
+                const __m512i asked = _mm512_set1_epi32(two);
+                acc[0][row]         = _mm512_dpwssd_epi32(acc[0][row], first, asked);
+                acc[1][row]         = _mm512_dpwssd_epi32(acc[1][row], next, asked);
+            }
+        }
+#pragma GCC unroll 6
+        for (int row = 0; row < KV_ROWS; ++row) {
+            const __m512 size = _mm512_set1_ps(scale[group * KV_ROWS + row]);
+            float *      to   = out + (size_t) (group * KV_ROWS + row) * width;
+            _mm512_storeu_ps(to, _mm512_mul_ps(_mm512_cvtepi32_ps(acc[0][row]), _mm512_mul_ps(size, left)));
+            _mm512_storeu_ps(to + KV_LANES, _mm512_mul_ps(_mm512_cvtepi32_ps(acc[1][row]), _mm512_mul_ps(size, right)));
+        }
+    }
+}
+#else
+#define KV_VNNI_MAX_DIM 0
+
+static int kv_has_vnni(void) {
+    return 0;
+}
+
+static void kv_quantize_rows(const float * query, int dim, int n_groups, int16_t * out, float * scale) {
+    (void) query, (void) dim, (void) n_groups, (void) out, (void) scale;
+}
+#endif
+
 // Softmax of one run of tiles, relative to the run's own maximum, for n_groups * KV_ROWS query rows.
 //   keys    int8 [n_tiles][dim][KV_LANES]      scales  half [n_tiles * KV_LANES]
 //   query   f32  [n_groups][dim][KV_ROWS], the factor of q.k multiplied in
+//   whole, whole_scale  the same by kv_quantize_rows, or NULL
 //   tile    f32  [dim][KV_LANES], scratch
 //   out     f32  [n_groups * KV_ROWS][n_tiles * KV_LANES]: exp(logit - maximum)
 //   maximum, total  f32 [n_groups * KV_ROWS]: of this run
 // Lanes from n_slices on hold no key and come out as 0.
 KV_CLONES
 static void kv_softmax_run(const int8_t * keys, const uint16_t * scales, int n_tiles, int n_slices, int dim,
-        const float * query, int n_groups, float * tile, float * out, float * maximum, float * total) {
+        const float * query, const int16_t * whole, const float * whole_scale, int n_groups, float * tile, float * out,
+        float * maximum, float * total) {
     const size_t width = (size_t) n_tiles * KV_LANES;
-    for (int t = 0; t < n_tiles; ++t) {
+    int          t     = 0;
+#ifdef KV_VNNI
+    for (; whole && t + 2 <= n_tiles; t += 2) {
+        float scale[2 * KV_LANES];
+        for (int lane = 0; lane < 2 * KV_LANES; ++lane) {
+            scale[lane] = kv_half_to_float(scales[t * KV_LANES + lane]);
+        }
+        kv_dot_two_tiles(keys + (size_t) t * dim * KV_LANES, dim, whole, whole_scale, n_groups, (int16_t *) tile, scale,
+                out + (size_t) t * KV_LANES, width);
+    }
+#else
+    (void) whole, (void) whole_scale;
+#endif
+    for (; t < n_tiles; ++t) {
         const int8_t * source = keys + (size_t) t * dim * KV_LANES;
         float          scale[KV_LANES];
         float          sums[KV_ROWS][KV_LANES];

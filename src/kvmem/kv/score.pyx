@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from libc.float cimport FLT_MAX
 from libc.math cimport exp
-from libc.stdint cimport int8_t, uint16_t
+from libc.stdint cimport int8_t, int16_t, uint16_t
 from libc.stdlib cimport calloc, free
 from posix.stdlib cimport posix_memalign
 
@@ -28,8 +28,12 @@ __all__ = ["DEFAULT_THREADS", "MOST_THREADS", "ScoreScratch", "score_blocks", "s
 cdef extern from "kernels.h" nogil:
     enum: KV_LANES
     enum: KV_ROWS
+    enum: KV_VNNI_MAX_DIM
+    int kv_has_vnni()
+    void kv_quantize_rows(const float *query, int dim, int n_groups, int16_t *out, float *scale)
     void kv_softmax_run(const int8_t *keys, const uint16_t *scales, int n_tiles, int n_slices,
-                        int dim, const float *query, int n_groups, float *tile, float *out,
+                        int dim, const float *query, const int16_t *whole,
+                        const float *whole_scale, int n_groups, float *tile, float *out,
                         float *maximum, float *total)
     void kv_add_powers(const float *e, int n_rows, int width, const float *factor,
                        const float *weight, int power, float *score)
@@ -59,6 +63,8 @@ cdef struct Room:
     float *maximum         # [n_chunks, rows of a pass]
     float *total           # as maximum
     float *factor          # as maximum
+    float *whole_scale     # [rows of a pass]
+    int16_t *whole         # [rows of a pass * dim], the query in whole numbers; NULL without VNNI
 
 
 cdef int _groups_per_pass(size_t width, int n_groups) noexcept nogil:
@@ -101,7 +107,9 @@ cdef class ScoreScratch:
                   Room *room) except -1:
         """Room for passes of `rows` query rows. It only grows."""
         cdef size_t stats = _round(<size_t>rows * n_chunks)
-        cdef size_t need = width * rows + <size_t>dim * KV_LANES + 3 * stats
+        cdef size_t scales = _round(rows)
+        cdef size_t need = (width * rows + <size_t>dim * KV_LANES + 3 * stats + scales
+                            + _round(<size_t>rows * dim) // 2)
         cdef float *fresh = NULL
         if need > self._sizes[thread]:
             if self._budget is not None:
@@ -120,6 +128,10 @@ cdef class ScoreScratch:
         room.maximum = room.tile + <size_t>dim * KV_LANES
         room.total = room.maximum + stats
         room.factor = room.total + stats
+        room.whole_scale = room.factor + stats
+        room.whole = NULL
+        if kv_has_vnni() and dim % 2 == 0 and dim <= KV_VNNI_MAX_DIM:
+            room.whole = <int16_t *>(room.whole_scale + scales)
         return 0
 
 
@@ -139,13 +151,17 @@ cdef void _score_pair(
     while first < n_groups:
         groups = min(groups_per_pass, n_groups - first)
         rows = groups * KV_ROWS
+        if room.whole != NULL:
+            kv_quantize_rows(query + <size_t>first * KV_ROWS * dim, dim, groups, room.whole,
+                             room.whole_scale)
         for c in range(n_chunks):
             kv_softmax_run(
                 <const int8_t *>(chunks[c].base + key_offset),
                 <const uint16_t *>(chunks[c].base + scale_offset),
                 chunks[c].n_tiles, chunks[c].n_slices, dim,
-                query + <size_t>first * KV_ROWS * dim, groups, room.tile,
-                room.e + chunks[c].start * rows, room.maximum + c * rows, room.total + c * rows,
+                query + <size_t>first * KV_ROWS * dim, room.whole, room.whole_scale, groups,
+                room.tile, room.e + chunks[c].start * rows, room.maximum + c * rows,
+                room.total + c * rows,
             )
         for row in range(rows):
             top = -FLT_MAX
