@@ -7,6 +7,11 @@ import numpy as np
 import pytest
 from engines import ask, random_tokens, record
 
+from kvmem.engine.checkpoint import Checkpoints
+from kvmem.engine.events import Done
+from kvmem.engine.prompt import Prompt, RoleSpan, Span
+from kvmem.engine.sampling import GenerateParams
+
 SPAN = (670, 695)
 LONG = random_tokens(700, seed=1)
 
@@ -165,6 +170,38 @@ def test_a_hybrid_replays_from_the_checkpoint_before_the_question(tiny_qwen35: P
         assert (memory.read_tokens, memory.replayed_tokens) == (700, 30)
         assert [call.start for call in recorded.calls].count(670) == 2
         assert 670 in recorded.memory.checkpoints.positions
+        recorded.memory.check()
+
+
+@pytest.mark.parametrize("is_replayed", [True, False])
+def test_a_hybrid_saves_no_state_in_vain(
+    is_replayed: bool, tiny_qwen35: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What opens the reply is read when it is clear what it sees, and the state before it saved."""
+    saved: list[int] = []
+
+    def save(memory: Checkpoints, n_tokens: int) -> bool:
+        is_new = n_tokens not in memory.positions
+        saved.extend([n_tokens] * is_new)
+        return kept(memory, n_tokens)
+
+    kept = Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", save)
+    question = Span(670, 690)
+    prompt = Prompt(tokens=LONG, spans=(RoleSpan("user", question),), query_span=question)
+    # with recent blocks that fill the budget, all that is chosen was in sight
+    with record(tiny_qwen35, recent_tokens=32 if is_replayed else 192) as recorded:
+        for event in recorded.session.generate(prompt, GenerateParams(max_tokens=4)):
+            done = event
+        assert isinstance(done, Done)
+        memory = done.stats.memory
+        assert memory.decision == ("query_replay" if is_replayed else "unchanged_selection")
+        assert (memory.read_tokens, memory.replayed_tokens) == (700, 20 * is_replayed)
+        starts = [call.start for call in recorded.calls]
+        assert (starts.count(670), starts.count(690)) == (1 + is_replayed, 1)
+        assert saved.count(690) == 1
+        assert len(saved) == len(set(saved))
+        assert {670, 690} <= set(memory.checkpoints)
         recorded.memory.check()
 
 

@@ -18,10 +18,13 @@ class Marks:
     """Token indices to stop and save at, ascending.
 
     question: where the last user message begins; the question is read again from here.
+    opening: where the last message ends, and what opens the reply begins; None where messages are
+        not marked.
     """
 
     points: tuple[int, ...] = ()
     question: int | None = None
+    opening: int | None = None
 
 
 def generation_start(prompt: Prompt) -> int:
@@ -57,7 +60,13 @@ def find_marks(prompt: Prompt, *, shared: int) -> Marks:
         start = prompt.query_span.start
         question = max((end for end in before if end <= start), default=start)
         points.add(question)
-    points.add(generation_start(prompt))
+    opening = generation_start(prompt)
+    points.add(opening)
     if prompt.last_part is not None:
         points.add(prompt.last_part)
-    return Marks(tuple(sorted(p for p in points if 0 < p < n_tokens)), question)
+    is_marked = bool(spans) and opening == spans[-1].stop
+    return Marks(
+        tuple(sorted(p for p in points if 0 < p < n_tokens)),
+        question,
+        opening if is_marked and opening < n_tokens else None,
+    )

@@ -430,7 +430,9 @@ class TieredMemory:
         self.state_is_certain = False
         try:
             self._truncate_attention(checkpoint.n_tokens)
+            started = perf_counter()
             self.checkpoints.restore(checkpoint)
+            self.checkpoint_s += perf_counter() - started
         except Exception:
             self.clear()
             raise

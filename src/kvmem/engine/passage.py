@@ -48,6 +48,14 @@ class Passage:
         half = max(1, memory.budget_blocks // 2) * memory.block_tokens
         return max(start, len(self.tokens) - half)
 
+    def first_pass_end(self, asked: int) -> int:
+        """How far a first pass goes that asks with tokens before ``asked``.
+
+        On a hybrid to the first mark from there on: whether the state there is worth a copy is
+        known when it is known whether the pass stays.
+        """
+        return next((mark for mark in self.marks.points if mark >= asked), len(self.tokens))
+
     def read_to(
         self,
         stop: int,
@@ -58,7 +66,7 @@ class Passage:
     ) -> Iterator[PromptProgress]:
         """Read up to ``stop`` in chunks, saving checkpoints at the marks, reporting in between.
 
-        seal, keep: as in TieredMemory.read.
+        seal, keep: as in TieredMemory.read. At ``stop`` itself a first pass saves none.
         """
         memory = self.memory
         marks = [point for point in self.marks.points if memory.n_tokens < point <= stop]
@@ -69,14 +77,24 @@ class Passage:
                 with self.report.times.measure(phase, memory.clock):
                     memory.read(self.tokens[start:end], cancel=self.cancel, seal=seal, keep=keep)
                     memory.spread_checkpoint()
-                if phase == "replay_s":
-                    self.report.replayed_tokens += end - start
-                else:
-                    self.report.read_tokens += end - start
+                n_again = max(0, min(end, self._n_shown) - start)
+                self.report.replayed_tokens += n_again
+                self.report.read_tokens += end - start - n_again
                 self._n_shown = max(self._n_shown, end)
                 yield PromptProgress(self._n_shown, len(self.tokens))
-            if point in marks:
+            if point in marks and (phase != "query_s" or point < stop):
                 memory.save_checkpoint()
+
+    def read_rest(self, selection: I32, start: int) -> Iterator[PromptProgress]:
+        """Go on behind a first pass from ``start`` on, which stays; so do the blocks selected."""
+        memory = self.memory
+        memory.try_seal()
+        if memory.n_tokens in self.marks.points:
+            memory.save_checkpoint()
+        if memory.working_set.room() < self.n_new:
+            own = np.arange(start // memory.block_tokens, memory.working_set.n_blocks)
+            self.apply(np.union1d(selection, own).astype(np.int32))
+        yield from self.read_to(len(self.tokens))
 
     def choose(self, query: Query | None, start: int, *, keep_from: int | None = None) -> I32:
         """Score, and choose for the history before ``start``, with room for what follows it.
@@ -100,12 +118,13 @@ class Passage:
         memory = self.memory
         memory.try_seal()
         n_blocks = memory.working_set.n_blocks
+        n_rest = memory.n_blocks_of(len(self.tokens)) - n_blocks
         with self.report.times.measure("score_s", memory.clock):
             return retrieve.choose(
                 memory,
                 retrieve.score(memory, query, memory.scorer),
                 n_blocks=n_blocks,
-                budget_blocks=memory.budget_blocks,
+                budget_blocks=memory.budget_blocks - n_rest,
                 pins=range(start // memory.block_tokens, n_blocks),
             )
 

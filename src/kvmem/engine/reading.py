@@ -194,16 +194,21 @@ class PromptReader:
         yield from passage.read_to(start)
         memory.save_checkpoint()
         memory.checkpoints.needed = start
-        with QueryTap(memory, passage.tokens, range(start, n_total)) as tap:
-            yield from passage.read_to(n_total, phase="query_s", seal=False)
+        # what opens the reply asks nothing
+        opening = passage.marks.opening
+        stop = n_total if opening is None else max(start + 1, opening)
+        with QueryTap(memory, passage.tokens, range(start, stop)) as tap:
+            yield from passage.read_to(stop, phase="query_s", seal=False)
             query = question.join(tap.finish())
         selection = passage.choose(query, start, keep_from=tail)
         if np.isin(selection, memory.working_set.resident()).all():
-            memory.try_seal()
             passage.decide("cached_query", "its end asked for nothing that the question had not")
+            yield from passage.read_rest(selection, start)
         elif not memory.can_return_to(start):
-            passage.apply(passage.choose_for_reply(query, tail))
+            selection = passage.choose_for_reply(query, tail)
+            passage.apply(selection)
             passage.decide("replay_skipped", "the host limit holds no state to go back to")
+            yield from passage.read_rest(selection, start)
         else:
             memory.truncate(start)
             passage.apply(selection)
@@ -241,7 +246,9 @@ class PromptReader:
             memory.begin_trial()  # half a question is no question: the next request reads it again
             memory.active.question = None
             try:
-                yield from passage.read_to(n_total, phase="query_s", seal=False)
+                is_legacy = memory.query_replay == "legacy"
+                stop = n_total if is_legacy else passage.first_pass_end(content.stop)
+                yield from passage.read_to(stop, phase="query_s", seal=False)
                 query = tap.finish()
                 yield from self._choose_again(passage, query, start, why)
             except BaseException:
@@ -260,15 +267,17 @@ class PromptReader:
         is_legacy = memory.query_replay == "legacy"
         selection = passage.choose(query, start)
         if not is_legacy and np.isin(selection, seen).all():
-            memory.try_seal()
             passage.decide(
                 "unchanged_selection", f"the first pass had seen the chosen blocks; query: {why}"
             )
+            yield from passage.read_rest(selection, start)
         elif not memory.can_return_to(start):
-            passage.apply(passage.choose_for_reply(query, start))
+            selection = passage.choose_for_reply(query, start)
+            passage.apply(selection)
             passage.decide(
                 "replay_skipped", f"the host limit holds no state to go back to; query: {why}"
             )
+            yield from passage.read_rest(selection, start)
         else:
             memory.truncate(start)
             passage.apply(selection)

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from inspect import GEN_SUSPENDED, getgeneratorstate
 from time import perf_counter
 from weakref import WeakSet
@@ -17,7 +18,7 @@ from kvmem.engine.memory import Memory, PlainMemory, TieredMemory
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.reading import PromptReader
 from kvmem.engine.sampling import GenerateParams
-from kvmem.engine.stats import MemoryReport, RequestStats
+from kvmem.engine.stats import MemoryReport, PhaseTimes, RequestStats
 from kvmem.engine.turns import Turns
 from kvmem.errors import Cancelled, ContextLengthError, RequestError, StateError
 from kvmem.kv.query import Query
@@ -148,7 +149,6 @@ class Session:
             if isinstance(memory, TieredMemory):
                 memory.begin_request()
             stats = RequestStats(prompt_tokens=len(tokens))
-            first_token_s: float | None = None
             try:
                 shared = self._enter(prompt, tokens, stats.memory)
                 stats.cached_tokens = stats.memory.reused_tokens = memory.n_tokens
@@ -157,7 +157,9 @@ class Session:
                     yield from self._read_plain(tokens, stats.memory, cancel)
                 else:
                     yield from self._reader.read(prompt, tokens, shared, stats.memory, cancel)
-                first_token_s = perf_counter() - started
+                stats.prompt_s = perf_counter() - started
+                self._complete(stats.memory.times, stats.prompt_s)
+                stats.prompt_times = replace(stats.memory.times)
                 reason = yield from decode_reply(
                     memory,
                     self._vocab,
@@ -175,9 +177,11 @@ class Session:
                 if self._conversations is not None:
                     self._conversations.note()
             total_s = perf_counter() - started
-            stats.prompt_s = total_s if first_token_s is None else first_token_s
+            self._complete(stats.memory.times, total_s)
+            if stats.prompt_s == 0:  # cancelled before a token came
+                stats.prompt_s, stats.prompt_times = total_s, replace(stats.memory.times)
             stats.decode_s = total_s - stats.prompt_s
-            self._finish(stats.memory, total_s)
+            self._finish(stats.memory)
             yield Done(reason, stats)
 
     def _enter(self, prompt: Prompt, tokens: I32, report: MemoryReport) -> int:
@@ -195,17 +199,20 @@ class Session:
         """Those that are kept; None without KV memory."""
         return self._conversations
 
-    def _finish(self, report: MemoryReport, total_s: float) -> None:
+    def _complete(self, times: PhaseTimes, total_s: float) -> None:
+        """Make the phases those of total_s, since the request began."""
+        if isinstance(self.memory, TieredMemory):
+            times.store_s, times.checkpoint_s = self.memory.store_s, self.memory.checkpoint_s
+        times.other_s = total_s - times.counted_s
+
+    def _finish(self, report: MemoryReport) -> None:
         memory = self.memory
-        times = report.times
         if isinstance(memory, TieredMemory):
-            times.store_s, times.checkpoint_s = memory.store_s, memory.checkpoint_s
             report.device_bytes = memory.device_bytes
             report.host_bytes = memory.host.used
             report.checkpoints = memory.checkpoints.positions
             report.checkpoint_bytes = memory.checkpoints.n_bytes
             report.notes = list(memory.notes)
-        times.other_s = total_s - times.counted_s
 
     def _read_plain(
         self, tokens: I32, report: MemoryReport, cancel: CancelToken | None

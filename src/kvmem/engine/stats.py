@@ -44,7 +44,7 @@ class PhaseTimes:
     move_s: float = 0.0  # copies between host and device for the selection
     replay_s: float = 0.0  # the query's second pass
     store_s: float = 0.0  # copies of completed blocks to the host
-    checkpoint_s: float = 0.0  # saving of recurrent states
+    checkpoint_s: float = 0.0  # saving and restoring of recurrent states
     decode_s: float = 0.0  # reply tokens
     draft_s: float = 0.0  # proposals for them, by the draft head
     sample_s: float = 0.0
@@ -107,6 +107,7 @@ class RequestStats:
     prompt_tokens: the whole prompt. cached_tokens: those of it that were not read again.
     prompt_s: from the start to the first sampled token, replay and retrieval included.
     decode_s: from there to the end.
+    prompt_times: the phases of prompt_s alone; they add up to it.
     draft_n, draft_n_accepted: proposals of the draft head, and those that became reply tokens.
     """
 
@@ -117,6 +118,7 @@ class RequestStats:
     draft_n_accepted: int = 0
     prompt_s: float = 0.0
     decode_s: float = 0.0
+    prompt_times: PhaseTimes = field(default_factory=PhaseTimes)
     memory: MemoryReport = field(default_factory=MemoryReport)
 
     @property
