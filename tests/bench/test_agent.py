@@ -203,13 +203,16 @@ def test_from_the_command_line_to_a_report(
     table = capsys.readouterr().out
     assert "stock" in table
     write_jsonl(tmp_path / "other.jsonl", [environment(tiny_llama, {}), {"what": "else"}])
+    experiment = {"experiment": "transfers", "what": "seal 1 block", "GB/s": 38.4, "n": 9}
+    write_jsonl(tmp_path / "gpu.jsonl", [experiment])  # without a first line about the machine
     runs = load_runs(tmp_path)
-    assert [(len(run.agents), run.n_others) for run in runs] == [(8, 0), (0, 1)]
+    assert [(len(run.agents), run.n_others) for run in runs] == [(8, 0), (0, 0), (0, 1)]
     assert runs[0].environment["bench"] == "agent"
     assert execute(["bench", "report", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "agent.jsonl: llama.gguf" in said
-    assert "1 records of another kind" in said
+    assert "1 records that another tool has written" in said
+    assert "seal 1 block  GB/s 38.4, n 9" in said
     assert execute(["bench", "report", str(tmp_path), "--json"]) == 0
     first = json.loads(capsys.readouterr().out.splitlines()[0])
     assert [row["system"] for row in first["agent"]] == ["kvmem", "stock"]

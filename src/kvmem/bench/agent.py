@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Final, Literal, get_args
 
 from kvmem.bench.record import gpu_used_bytes
-from kvmem.bench.speed import make_text
+from kvmem.bench.speed import OPENING_TOKENS, make_text
 from kvmem.config import DraftConfig, EngineConfig, KvType, MemoryConfig, ModelConfig
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Done, PromptProgress, TokenEvent
-from kvmem.engine.prompt import Prompt, Span
+from kvmem.engine.prompt import Prompt, RoleSpan, Span
 from kvmem.engine.sampling import GenerateParams, SamplingParams
 from kvmem.engine.stats import RequestStats
 from kvmem.errors import ConfigError
@@ -205,12 +205,15 @@ def run_agent(
                 asked = request[:n_new]
             history += text[start : start + n_new - len(asked)] + asked
             if turn == 0 or spec.task == "chat":
-                question = Span(len(history) - len(asked), len(history))
+                question = Span(len(history) - len(asked), len(history) - OPENING_TOKENS)
             params = GenerateParams(sampling=greedy, max_tokens=spec.reply_of(turn))
             stats = None
-            for event in session.generate(
-                Prompt(tokens=tuple(history), query_span=question), params
-            ):
+            messages = [RoleSpan("user", question)]
+            if question.stop < len(history) - OPENING_TOKENS:
+                result = Span(question.stop, len(history) - OPENING_TOKENS)
+                messages.append(RoleSpan("tool", result))
+            prompt = Prompt(tokens=tuple(history), spans=tuple(messages), query_span=question)
+            for event in session.generate(prompt, params):
                 if isinstance(event, PromptProgress):
                     report("history", event.n_done, spec.n_tokens)
                 elif isinstance(event, TokenEvent):

@@ -1,7 +1,8 @@
 """Tables of results for a terminal or a file."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.table import Table
 
@@ -15,8 +16,10 @@ from kvmem.bench.summary import Gate, Row
 __all__ = [
     "agent_table",
     "difference_table",
+    "experiment_table",
     "gate_table",
     "part_table",
+    "phase_table",
     "recall_table",
     "remote_table",
     "request_table",
@@ -24,6 +27,19 @@ __all__ = [
 ]
 
 GIB = 1 << 30
+
+PHASES = {
+    "switch_s": "find the conversation",
+    "read_s": "read what is new",
+    "query_s": "read the question for its Q",
+    "score_s": "score",
+    "move_s": "move blocks",
+    "replay_s": "read the question again",
+    "store_s": "store new blocks",
+    "checkpoint_s": "save and restore states",
+    "other_s": "all else",
+}
+"""The phases of a first token in words, in their order."""
 
 
 def interval(value: Interval | None) -> str:
@@ -37,7 +53,7 @@ def number(value: float, digits: int = 2) -> str:
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
-def recall_table(rows: Sequence[Row], title: str) -> Table:
+def recall_table(rows: Sequence[Row], title: str | None = None) -> Table:
     """One line a policy, references first."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("policy")
@@ -90,6 +106,23 @@ def difference_table(pairs: Sequence[Difference]) -> Table:
     return table
 
 
+def experiment_table(lines: Sequence[Mapping[str, Any]]) -> Table:
+    """Lines of `bench/gpu`: what was measured, and each of its values with its unit."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("experiment")
+    table.add_column("what")
+    table.add_column("measured")
+    for line in lines:
+        rest = {key: value for key, value in line.items() if key not in ("experiment", "what")}
+        values = ", ".join(f"{key} {_short(value)}" for key, value in rest.items())
+        table.add_row(str(line["experiment"]), str(line.get("what", "")), values)
+    return table
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def gate_table(gates: Sequence[Gate]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("gate", "policy", "value", "bar", ""):
@@ -101,9 +134,10 @@ def gate_table(gates: Sequence[Gate]) -> Table:
     return table
 
 
-def speed_table(rows: Sequence[SpeedRow], ratios: Sequence[Ratio], title: str) -> Table:
+def speed_table(rows: Sequence[SpeedRow], ratios: Sequence[Ratio]) -> Table:
     """One line for each system, phase and depth; kvmem's rate over the others' beside them."""
     over = {(ratio.depth_tokens, ratio.phase, ratio.against): ratio.value for ratio in ratios}
+    title = "reading and writing behind the history: medians"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in ("phase", "history", "system", "n"):
         table.add_column(heading, justify="right" if heading in ("history", "n") else "left")
@@ -124,23 +158,22 @@ def speed_table(rows: Sequence[SpeedRow], ratios: Sequence[Ratio], title: str) -
 
 
 def request_table(rows: Sequence[RequestRow]) -> Table:
-    """Time to the first token, cold and warm, and what a new window costs."""
+    """Time to the first token, cold and warm, and what was moved for it."""
     title = "one request of one token: medians, in ms"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in ("request", "system", "decision"):
         table.add_column(heading)
-    headings = ("history", "n", "first token", "beside reading", "score", "move", "replay")
+    headings = ("history", "n", "first token", "beside reading")
     for heading in (*headings, "MB in", "GB/s", "of plain copy"):
         table.add_column(heading, justify="right")
     for row in rows:
-        times = (row.first_token_s, row.overhead_s, row.score_s, row.move_s, row.replay_s)
         table.add_row(
             row.kind,
             row.system,
             row.decision,
             str(row.depth_tokens),
             str(row.n),
-            *(number(1e3 * seconds, 1) for seconds in times),
+            *(number(1e3 * seconds, 1) for seconds in (row.first_token_s, row.overhead_s)),
             number(row.bytes_in / 1e6, 1),
             "-" if row.to_device_per_s is None else number(row.to_device_per_s / 1e9, 2),
             "-" if row.of_ceiling is None else number(row.of_ceiling),
@@ -148,8 +181,24 @@ def request_table(rows: Sequence[RequestRow]) -> Table:
     return table
 
 
-def remote_table(rows: Sequence[RemoteRow], title: str) -> Table:
+def phase_table(rows: Sequence[RequestRow]) -> Table:
+    """What a first token's time consists of: a line for each phase, a column for each request."""
+    title = "the first token of the median request, in ms"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("phase")
+    for row in rows:
+        table.add_column(f"{row.kind}, {row.system}, {row.depth_tokens}", justify="right")
+    for name, what in PHASES.items():
+        seconds = [row.phases[name] for row in rows]
+        if name == "other_s" or any(seconds):
+            table.add_row(what, *(number(1e3 * each, 1) for each in seconds))
+    table.add_row("all", *(number(1e3 * sum(row.phases.values()), 1) for row in rows))
+    return table
+
+
+def remote_table(rows: Sequence[RemoteRow]) -> Table:
     """One line for each depth, cold and warm; beside it what the server says of itself."""
+    title = "rates in tokens/s, as the client sees them and as the server tells them"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("request")
     headings = ("history", "n", "prompt", "new", "first token, ms", "prefill", "decode")
@@ -168,9 +217,9 @@ def remote_table(rows: Sequence[RemoteRow], title: str) -> Table:
     return table
 
 
-def agent_table(summaries: Sequence[AgentSummary], title: str) -> Table:
+def agent_table(summaries: Sequence[AgentSummary]) -> Table:
     """One line for each task and system."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(title="rates in tokens/s", title_justify="left", box=None, pad_edge=False)
     table.add_column("task")
     table.add_column("system")
     headings = ("rounds", "tokens", "prefill first", "prefill all", "all/first", "decode")

@@ -19,7 +19,10 @@ R = TypeVar("R", SpeedRecord, RequestRecord, RemoteRecord, AgentRecord)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun:
-    """One file: where and with what it was run, and its records by type."""
+    """One file: where and with what it was run, and its records by type.
+
+    recalls: with the names of their cells. experiments: lines of bench/gpu as they are.
+    """
 
     path: Path
     environment: dict[str, Any]
@@ -27,7 +30,13 @@ class SavedRun:
     requests: tuple[RequestRecord, ...]
     remotes: tuple[RemoteRecord, ...]
     agents: tuple[AgentRecord, ...]
+    recalls: tuple[tuple[str, Record], ...]
+    experiments: tuple[dict[str, Any], ...]
     n_others: int
+
+    def recalls_of(self, cell: str) -> list[Record]:
+        """The records of one cell."""
+        return [record for name, record in self.recalls if name == cell]
 
 
 def load_runs(folder: Path) -> list[SavedRun]:
@@ -46,39 +55,44 @@ def load_recall(path: Path) -> list[tuple[str, Record]]:
 
     Raises ConfigError: the file is something else.
     """
-    known = {field.name for field in fields(Record)}
-    found = []
     try:
-        for line in read_jsonl(path):
-            if "policy" not in line:
-                continue
-            # what was not a number is null in JSON, but for `free`, which may be unknown
-            given: dict[str, Any] = {
-                name: float("nan") if value is None and name != "free" else value
-                for name, value in line.items()
-                if name in known
-            }
-            found.append((str(line.get("cell", "")), Record(**given)))
+        return [_recall(line) for line in read_jsonl(path) if "policy" in line]
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError("file", path, f"one of kvmem bench quality or recall ({error})") from None
-    return found
+
+
+def _recall(line: dict[str, Any]) -> tuple[str, Record]:
+    known = {field.name for field in fields(Record)}
+    # what was not a number is null in JSON, but for `free`, which may be unknown
+    given: dict[str, Any] = {
+        name: float("nan") if value is None and name != "free" else value
+        for name, value in line.items()
+        if name in known
+    }
+    return str(line.get("cell", "")), Record(**given)
 
 
 def _load(path: Path) -> SavedRun:
     try:
-        first, *lines = read_jsonl(path)
-        if not isinstance(first, dict) or not all(isinstance(line, dict) for line in lines):
-            raise ValueError("a line is no object")
-        known = (SpeedRecord, RequestRecord, RemoteRecord, AgentRecord)
-        names = [kind.__name__ for kind in known]
+        lines = read_jsonl(path)
+        if not lines or not all(isinstance(line, dict) for line in lines):
+            raise ValueError("a line is no object" if lines else "it is empty")
+        environment = lines.pop(0) if lines[0].get("record") == "environment" else {}
+        speeds, requests = _of(SpeedRecord, lines), _of(RequestRecord, lines)
+        remotes, agents = _of(RemoteRecord, lines), _of(AgentRecord, lines)
+        recalls = tuple(_recall(line) for line in lines if {"policy", "kl_nats"} <= line.keys())
+        experiments = tuple(line for line in lines if "experiment" in line)
+        known = (speeds, requests, remotes, agents, recalls, experiments)
         return SavedRun(
             path=path,
-            environment=first if first.get("record") == "environment" else {},
-            speeds=_of(SpeedRecord, lines),
-            requests=_of(RequestRecord, lines),
-            remotes=_of(RemoteRecord, lines),
-            agents=_of(AgentRecord, lines),
-            n_others=sum(line.get("record") not in names for line in lines),
+            environment=environment,
+            speeds=speeds,
+            requests=requests,
+            remotes=remotes,
+            agents=agents,
+            recalls=recalls,
+            experiments=experiments,
+            n_others=len(lines) - sum(map(len, known)),
         )
     except (ValueError, TypeError) as error:
         raise ConfigError("file", str(path), f"one that `kvmem bench --out` wrote ({error})") from (

@@ -29,7 +29,7 @@ from kvmem.config import EngineConfig, KvType, MemoryConfig, ModelConfig
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Done
 from kvmem.engine.memory import TieredMemory
-from kvmem.engine.prompt import Prompt, Span
+from kvmem.engine.prompt import Prompt, RoleSpan, Span, Tokens
 from kvmem.engine.sampling import GenerateParams, SamplingParams
 from kvmem.engine.session import Session
 from kvmem.engine.stats import RequestStats
@@ -37,6 +37,7 @@ from kvmem.errors import ConfigError
 from kvmem.llama.state import restore_state, save_state, state_bytes
 
 __all__ = [
+    "OPENING_TOKENS",
     "SYSTEMS",
     "Phase",
     "RequestRecord",
@@ -53,8 +54,21 @@ System = Literal["kvmem", "stock", "window"]
 Phase = Literal["prefill", "decode"]
 
 SYSTEMS: Final[tuple[System, ...]] = ("kvmem", "stock", "window")
+REQUEST_PHASES: Final = (
+    "switch_s",
+    "read_s",
+    "query_s",
+    "score_s",
+    "move_s",
+    "replay_s",
+    "store_s",
+    "checkpoint_s",
+)
+"""What comes before a first token, but for the rest."""
 READ_TOKENS: Final = 2048
 QUESTION_TOKENS: Final = 64
+OPENING_TOKENS: Final = 8
+"""Of those, what stands for a template's opening of the reply: no part of what is asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,9 +161,10 @@ class SpeedRecord:
 class RequestRecord:
     """One request behind the history, up to its first token.
 
-    kind: "cold" reads the history too, "warm" a question of QUESTION_TOKENS.
-    first_token_s: all of it; the phases are those of MemoryReport. to_device_per_s: of the moved
-    bytes, of_ceiling: over the machine's plain copy; both None where nothing moved.
+    kind: "cold" reads the history too, "warm" a question of QUESTION_TOKENS alone.
+    first_token_s: all of it. The phases are those of PhaseTimes, and add up to it; old records lack
+    some, whose seconds are in `other_s`. to_device_per_s: of the moved bytes, of_ceiling: over the
+    machine's plain copy; both None where nothing moved.
     device_bytes: K and V. gpu_used_bytes: on all GPUs, by anyone; 0 without one.
     """
 
@@ -173,6 +188,15 @@ class RequestRecord:
     device_bytes: int
     host_bytes: int
     gpu_used_bytes: int
+    switch_s: float = 0.0
+    store_s: float = 0.0
+    checkpoint_s: float = 0.0
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase by its name in PhaseTimes, the rest last."""
+        counted = {name: float(getattr(self, name)) for name in REQUEST_PHASES}
+        return {**counted, "other_s": self.first_token_s - sum(counted.values())}
 
 
 class _Runner(Protocol):
@@ -239,7 +263,7 @@ def _request_record(
     system: System, depth: int, turn: int, read_s: float, stats: RequestStats, ceiling: float
 ) -> RequestRecord:
     """The first round's is the cold one: its time and that of reading the history."""
-    memory, times = stats.memory, stats.memory.times
+    memory, times = stats.memory, stats.prompt_times
     cold = turn == 0
     rate = memory.bytes_in / times.move_s if memory.bytes_in and times.move_s else None
     return RequestRecord(
@@ -263,6 +287,9 @@ def _request_record(
         device_bytes=memory.device_bytes,
         host_bytes=memory.host_bytes,
         gpu_used_bytes=gpu_used_bytes(),
+        switch_s=times.switch_s,
+        store_s=times.store_s,
+        checkpoint_s=times.checkpoint_s,
     )
 
 
@@ -283,8 +310,9 @@ def _read(session: Session, tokens: I32, what: str, report: Report) -> float:
 
 def _ask(session: Session, history: I32, question: I32) -> RequestStats:
     """A request for one token behind the history, whose question is `question`."""
-    tokens = (*history.tolist(), *question.tolist())
-    prompt = Prompt(tokens=tokens, query_span=Span(len(history), len(tokens)))
+    tokens = Tokens(np.concatenate([history, question]))
+    span = Span(len(history), len(tokens) - OPENING_TOKENS)
+    prompt = Prompt(tokens=tokens, spans=(RoleSpan("user", span),), query_span=span)
     params = GenerateParams(sampling=SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=1)
     *_, done = session.generate(prompt, params)
     assert isinstance(done, Done)

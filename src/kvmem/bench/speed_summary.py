@@ -1,6 +1,7 @@
 """Medians of speed measurements, and kvmem's rate over that of the others."""
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,6 +38,7 @@ class RequestRow:
     """Medians of the requests of one kind. of_ceiling: None where nothing moved.
 
     overhead_s: the first token's time without the decoding of the question or the history.
+    phases: of the request whose first token is the median, so that they add up to it.
     """
 
     system: System
@@ -46,15 +48,13 @@ class RequestRow:
     decision: str
     first_token_s: float
     overhead_s: float
-    score_s: float
-    move_s: float
-    replay_s: float
+    phases: dict[str, float]
     bytes_in: int
     to_device_per_s: float | None
     of_ceiling: float | None
 
 
-def request_rows(records: list[RequestRecord]) -> list[RequestRow]:
+def request_rows(records: Sequence[RequestRecord]) -> list[RequestRow]:
     """One row for each system, kind and depth, in the order of the records."""
     keys = dict.fromkeys((r.depth_tokens, r.kind, r.system) for r in records)
     rows = []
@@ -69,11 +69,9 @@ def request_rows(records: list[RequestRecord]) -> list[RequestRow]:
                 depth_tokens=depth,
                 n=len(group),
                 decision=statistics.mode(r.decision for r in group),
-                first_token_s=statistics.median(r.first_token_s for r in group),
+                first_token_s=_median_request(group).first_token_s,
                 overhead_s=statistics.median(r.first_token_s - r.read_s - r.query_s for r in group),
-                score_s=statistics.median(r.score_s for r in group),
-                move_s=statistics.median(r.move_s for r in group),
-                replay_s=statistics.median(r.replay_s for r in group),
+                phases=_median_request(group).phases,
                 bytes_in=int(statistics.median(r.bytes_in for r in group)),
                 to_device_per_s=statistics.median(rates) if rates else None,
                 of_ceiling=statistics.median(shares) if shares else None,
@@ -82,7 +80,12 @@ def request_rows(records: list[RequestRecord]) -> list[RequestRow]:
     return rows
 
 
-def speed_rows(records: list[SpeedRecord]) -> list[SpeedRow]:
+def _median_request(group: Sequence[RequestRecord]) -> RequestRecord:
+    """The one whose first token is the median; of an even number, the lower one."""
+    return sorted(group, key=lambda r: r.first_token_s)[(len(group) - 1) // 2]
+
+
+def speed_rows(records: Sequence[SpeedRecord]) -> list[SpeedRow]:
     """One row for each system, phase and depth, in the order of the records."""
     keys = dict.fromkeys((r.depth_tokens, r.phase, r.system) for r in records)
     rows = []
@@ -106,7 +109,7 @@ def speed_rows(records: list[SpeedRecord]) -> list[SpeedRow]:
     return rows
 
 
-def ratios(records: list[SpeedRecord]) -> list[Ratio]:
+def ratios(records: Sequence[SpeedRecord]) -> list[Ratio]:
     """kvmem's rate over stock's and the window's, round by round."""
     rate = {(r.depth_tokens, r.phase, r.round, r.system): r.tokens_per_s for r in records}
     found = []

@@ -1,5 +1,6 @@
 """`kvmem bench`: quality and speed on the user's own machine and model."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,13 +25,15 @@ from kvmem.bench.record import environment, json_line, write_jsonl
 from kvmem.bench.remote_speed import RemoteSpec, remote_rows, run_remote_speed
 from kvmem.bench.report import (
     agent_table,
+    experiment_table,
     gate_table,
+    phase_table,
     recall_table,
     remote_table,
     request_table,
     speed_table,
 )
-from kvmem.bench.saved import load_runs
+from kvmem.bench.saved import SavedRun, load_runs
 from kvmem.bench.speed import RequestRecord, SpeedRecord, SpeedSpec, run_speed
 from kvmem.bench.speed_summary import ratios, request_rows, speed_rows
 from kvmem.bench.summary import gates, summarise
@@ -205,15 +208,13 @@ def speed(
     speeds = [r for r in records if isinstance(r, SpeedRecord)]
     requests = [r for r in records if isinstance(r, RequestRecord)]
     if plots is not None:
-        plot_speed(speeds, requests, plots)
+        plot_speed(speeds, requests, plots, _machine(where))
     if as_json:
         print(json_line({**where, **_speed_fields(speeds, requests)}))
     else:
-        _print_speed(
-            speeds,
-            requests,
-            f"{spec.model.name}, pool of {pool} cells, medians of {repeats} rounds",
-        )
+        title = f"{spec.model.name}, pool of {pool} cells, {repeats} rounds"
+        table_console().print(title, style="bold", soft_wrap=True)
+        _print_speed(speeds, requests)
 
 
 def _speed_of_server(
@@ -228,8 +229,9 @@ def _speed_of_server(
     if as_json:
         print(json_line({**where, "rows": [asdict(row) for row in rows]}))
     else:
-        title = f"{url}; rates in tokens/s, as the client sees them and as the server tells them"
-        table_console().print(remote_table(rows, title))
+        console = table_console()
+        console.print(url, style="bold", soft_wrap=True)
+        console.print(remote_table(rows))
 
 
 @bench.command()
@@ -296,14 +298,14 @@ def agent(
     if out is not None:
         write_jsonl(out, [where, *records])
     if plots is not None:
-        plot_agent(records, plots)
+        plot_agent(records, plots, _machine(where))
     if as_json:
         print(json_line({**where, "rows": [_agent_fields(r) for r in summarise_agent(records)]}))
     else:
-        title = (
-            f"{url or (path and path.name)}, {tokens} tokens in {rounds} rounds; rates in tokens/s"
-        )
-        table_console().print(agent_table(summarise_agent(records), title))
+        console = table_console()
+        title = f"{url or (path and path.name)}, {tokens} tokens in {rounds} rounds"
+        console.print(title, style="bold", soft_wrap=True)
+        console.print(agent_table(summarise_agent(records)))
 
 
 @bench.command()
@@ -312,39 +314,62 @@ def report(
     plots: Annotated[bool, Option("--plots", help="Draw each run beside its file.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Summarise saved runs of speed and agent."""
-    console = table_console()
+    """Summarise saved runs: speed, agent, recall, quality, and what bench/gpu has measured."""
     for run in load_runs(folder):
-        where = run.environment
-        machine = ", ".join(
-            str(item)
-            for item in (where.get("model"), *(where.get("gpus") or [where.get("cpu")]))
-            if item
-        )
-        speeds, requests, agents = list(run.speeds), list(run.requests), list(run.agents)
-        remotes = remote_rows(run.remotes)
-        if plots and speeds:
-            plot_speed(speeds, requests, run.path.with_suffix(""))
-        if plots and agents:
-            plot_agent(agents, run.path.with_suffix(""))
+        title = f"{run.path.name}: {_machine(run.environment)}"
+        if plots and run.speeds:
+            plot_speed(run.speeds, run.requests, run.path.with_suffix(""), title)
+        if plots and run.agents:
+            plot_agent(run.agents, run.path.with_suffix(""), title)
         if as_json:
-            fields = {"file": run.path.name, **where, **_speed_fields(speeds, requests)}
-            rows = [_agent_fields(r) for r in summarise_agent(agents)]
-            fields["server"] = [asdict(row) for row in remotes]
-            print(json_line({**fields, "agent": rows, "other_records": run.n_others}))
-            continue
-        title = f"{run.path.name}: {machine}, commit {where.get('commit')}"
-        if speeds:
-            _print_speed(speeds, requests, title)
-        if agents:
-            console.print(agent_table(summarise_agent(agents), title))
-        if remotes:
-            console.print(remote_table(remotes, title))
-        if not speeds and not agents and not remotes:
-            console.print(f"{title}: {run.n_others} records of another kind")
+            print(json_line(_fields(run)))
+        else:
+            _print_run(run, title)
 
 
-def _speed_fields(speeds: list[SpeedRecord], requests: list[RequestRecord]) -> dict[str, Any]:
+def _machine(where: dict[str, Any]) -> str:
+    """Model, processor and commit of a run, as far as they are known."""
+    processors = where.get("gpus") or [where.get("cpu")]
+    commit = where.get("commit") and f"commit {where['commit']}"
+    known = [str(item) for item in (where.get("model"), *processors, commit) if item]
+    return ", ".join(known) or "machine and commit were not written down"
+
+
+def _fields(run: SavedRun) -> dict[str, Any]:
+    cells = {cell: summarise(run.recalls_of(cell)) for cell in dict(run.recalls)}
+    return {
+        "file": run.path.name,
+        **run.environment,
+        **_speed_fields(run.speeds, run.requests),
+        "server": [asdict(row) for row in remote_rows(run.remotes)],
+        "agent": [_agent_fields(row) for row in summarise_agent(run.agents)],
+        "recall": {cell: [asdict(row) for row in rows] for cell, rows in cells.items()},
+        "experiments": list(run.experiments),
+        "other_records": run.n_others,
+    }
+
+
+def _print_run(run: SavedRun, title: str) -> None:
+    console = table_console()
+    console.print(title, style="bold", soft_wrap=True)
+    if run.speeds:
+        _print_speed(run.speeds, run.requests)
+    if run.agents:
+        console.print(agent_table(summarise_agent(run.agents)))
+    if run.remotes:
+        console.print(remote_table(remote_rows(run.remotes)))
+    for cell in dict(run.recalls):
+        console.print(recall_table(summarise(run.recalls_of(cell)), cell or None))
+    if run.experiments:
+        console.print(experiment_table(run.experiments))
+    if run.n_others:
+        console.print(f"{run.n_others} records that another tool has written")
+    console.print()
+
+
+def _speed_fields(
+    speeds: Sequence[SpeedRecord], requests: Sequence[RequestRecord]
+) -> dict[str, Any]:
     return {
         "rows": [asdict(row) for row in speed_rows(speeds)],
         "ratios": [asdict(row) for row in ratios(speeds)],
@@ -356,8 +381,10 @@ def _agent_fields(summary: AgentSummary) -> dict[str, Any]:
     return {**asdict(summary), "overall_over_initial": summary.overall_over_initial}
 
 
-def _print_speed(speeds: list[SpeedRecord], requests: list[RequestRecord], title: str) -> None:
+def _print_speed(speeds: Sequence[SpeedRecord], requests: Sequence[RequestRecord]) -> None:
     console = table_console()
-    console.print(speed_table(speed_rows(speeds), ratios(speeds), title))
+    console.print(speed_table(speed_rows(speeds), ratios(speeds)))
     if requests:
-        console.print(request_table(request_rows(requests)))
+        rows = request_rows(requests)
+        console.print(request_table(rows))
+        console.print(phase_table([row for row in rows if row.system == "kvmem"]))
