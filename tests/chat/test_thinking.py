@@ -44,8 +44,9 @@ def test_every_combination_of_the_switches() -> None:
     n_tried = 0
     efforts = (None, "none", "high", "default")
     for inner, effort, inner_effort, top in product(SWITCH, efforts, efforts, SWITCH):
-        for own_inner, own_effort, flag in product(SWITCH, efforts, SWITCH):
-            server = Thinking(enabled=flag, effort=own_effort, kwargs=kwargs_of(own_inner))
+        for own_inner, own_effort, own_kwarg, flag in product(SWITCH, efforts, efforts, SWITCH):
+            kwargs = kwargs_of(own_inner, own_kwarg)
+            server = Thinking(enabled=flag, effort=own_effort, kwargs=kwargs)
             request = parse(
                 server,
                 chat_template_kwargs=kwargs_of(inner, inner_effort),
@@ -58,15 +59,15 @@ def test_every_combination_of_the_switches() -> None:
                 False if asked == "none" else None,
                 top,
                 own_inner,
-                False if own_effort == "none" else None,
+                False if (own_effort or own_kwarg) == "none" else None,
                 flag,
             )
             assert request.thinking.enabled is expected
-            wanted = asked or own_effort
+            wanted = asked or own_effort or own_kwarg
             shown = None if wanted in (None, "none", "default") else wanted
             assert request.thinking.effort == shown
             n_tried += 1
-    assert n_tried == 3 * 4 * 4 * 3 * 3 * 4 * 3
+    assert n_tried == 3 * 4 * 4 * 3 * 3 * 4 * 4 * 3
 
 
 @pytest.mark.parametrize(
