@@ -114,6 +114,8 @@ def test_what_cannot_be_read_side_by_side(pattern: str, reason: str) -> None:
 def test_no_text_fits(patterns: tuple[str, ...]) -> None:
     with pytest.raises(NoText):
         write_rules(TextDemands(patterns))
+    with pytest.raises(NoText):
+        write_rules(TextDemands(("a",), 2, 1))
 
 
 @pytest.mark.parametrize(

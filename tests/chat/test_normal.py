@@ -273,7 +273,11 @@ LEAVES: st.SearchStrategy[Any] = st.one_of(
               SMALL, SMALL),
     st.builds(lambda a, b: {"type": "string", "minLength": a, "maxLength": a + b}, SMALL, SMALL),
     st.builds(lambda p: {"type": "string", "pattern": p},
-              st.sampled_from(["a", "^b", r"^\d$", "^[ab]+$", r"\s"])),
+              st.sampled_from(["a", "^b", r"^\d$", "^[ab]+$", r"\s", "^(?!a)", "^(?=.*b)[ab]+$"])),
+    st.builds(lambda p, a, b: {"type": "string", "pattern": p, "minLength": a, "maxLength": b},
+              st.sampled_from(["a", "^b", "^[ab]+$"]), SMALL, SMALL),
+    st.builds(lambda n: {"type": "string", "format": "date", "maxLength": 8 + n}, SMALL),
+    st.builds(lambda a, b: {"type": "integer", "minimum": a, "maximum": b}, SMALL, SMALL),
     st.sampled_from([{"$ref": "#"}, {"$ref": "#/$defs/d"}, {"not": {}}]),
 )  # fmt: skip
 
@@ -285,7 +289,9 @@ def larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         "properties": st.dictionaries(NAMES, inner, max_size=3),
         "required": st.lists(NAMES, max_size=2, unique=True),
         "additionalProperties": inner,
-        "propertyNames": st.sampled_from([{"type": "string"}, {"enum": ["a", "b"]}]),
+        "propertyNames": st.sampled_from(
+            [{"type": "string"}, {"enum": ["a", "b"]}, {"$ref": "#/$defs/d"}]
+        ),
         "patternProperties": st.builds(lambda s: {"^.*$": s}, inner),
         "minProperties": st.integers(0, 2),
         "maxProperties": st.integers(1, 3),

@@ -230,6 +230,8 @@ def test_what_is_too_large_for_llamacpp(schema: Json, reason: str) -> None:
          "enum at #/prefixItems/1 has no value"),
         ({"type": "object", "properties": {"a": {"enum": []}}, "additionalProperties": True},
          "enum at #/properties/a has no value"),
+        ({"type": "string", "pattern": "a", "minLength": 2, "maxLength": 1},
+         "minLength 2 at # contradicts maxLength 1"),
         ({"type": "string", "format": "date", "minLength": 11},
          "format and minLength at # fit no text"),
         ({"type": "string", "format": "uuid", "pattern": "^x"},

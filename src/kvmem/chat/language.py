@@ -62,6 +62,8 @@ def write_rules(demands: TextDemands, form: Form = "json") -> str:
         PatternError: a pattern cannot be read, or all of them come to too much.
         NoText: nothing that can be written fits.
     """
+    if demands.most is not None and demands.most < demands.least:
+        raise NoText
     readers = [reader for pattern in demands.patterns for reader in _readers(pattern, form)]
     if demands.least or demands.most is not None:
         length = Repeat(ANY, demands.least, demands.most)

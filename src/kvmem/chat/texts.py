@@ -102,6 +102,8 @@ def _demands_of(node: Mapping[str, Any]) -> TextDemands | None:
     if len(lengths) < sum(keyword in node for keyword in LENGTHS):
         return None
     least, most = lengths.get("minLength", 0), lengths.get("maxLength")
+    if most is not None and most < least:
+        return None  # that is told of the lengths themselves
     return _without_lengths(TextDemands(tuple(patterns), least, most))
 
 
