@@ -255,6 +255,17 @@ def test_alternatives_within_alternatives_come_to_an_end(model: Model) -> None:
     normal_schema(circle)
 
 
+def test_rules_of_many_texts_come_to_an_end(model: Model) -> None:
+    texts = {
+        f"p{i}": {"type": "string", "pattern": f"^(?!x)[a-z]{{1,{900 + i}}}$"} for i in range(20)
+    }
+    faults = lost(model, obj(**texts))
+    assert ("#/properties/p19", "pattern") in faults and (
+        "#/properties/p0",
+        "pattern",
+    ) not in faults
+
+
 NAMES = st.sampled_from(["a", "b", "kind"])
 SCALARS = st.sampled_from([None, True, False, 0, 1, 1.0, 2.5, "", "a", "b", "12"])
 SMALL = st.integers(0, 3)

@@ -1,6 +1,8 @@
 """OpenAI's own client against a live server: streams, tools, structured output, errors."""
 
 import json
+import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -196,6 +198,19 @@ def test_a_call_is_forced(client: OpenAI) -> None:
     calls = reply.choices[0].message.tool_calls
     assert calls is not None and calls[0].type == "function"
     assert isinstance(json.loads(calls[0].function.arguments)["n"], int)
+
+
+def test_the_examples_of_the_clients_page(
+    client: OpenAI, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python's runs, and the settings can be read."""
+    page = (root / "docs" / "clients.md").read_text(encoding="utf-8")
+    blocks = {kind: text for kind, text in re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)}
+    assert json.loads(blocks["json"])["provider"]["kvmem"]["options"]["baseURL"]
+    assert tomllib.loads(blocks["toml"])["model_providers"]["kvmem"]["wire_api"] == "chat"
+    example = blocks["python"].replace("http://127.0.0.1:8080/v1", str(client.base_url))
+    exec(compile(example.replace('"Hello"}]', '"Hello"}], max_tokens=8'), "clients.md", "exec"), {})
+    assert capsys.readouterr().out.endswith("\n")
 
 
 def test_errors_have_the_clients_types(client: OpenAI) -> None:

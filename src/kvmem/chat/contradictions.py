@@ -83,12 +83,14 @@ class _Emptiness:
         for ref, target in targets.items():
             for used in _refs_in(target):
                 users[used].append(ref)
-        waiting = list(targets)
+        # in order: one that uses many waits for them
+        waiting: dict[str, None] = dict.fromkeys(reversed(list(targets)))
         while waiting:
-            ref = waiting.pop()
+            ref = next(iter(waiting))
+            del waiting[ref]
             if ref not in self._ending and self.fault_of(targets[ref], ref) is None:
                 self._ending.add(ref)
-                waiting += users[ref]
+                waiting |= dict.fromkeys(users[ref])
 
     def without(self, schema: Any, path: str) -> Any:
         """The schema without alternatives that nothing fits, and properties that shall not be."""

@@ -14,6 +14,7 @@ __all__ = ["TextWriter"]
 
 Json = dict[str, Any]
 
+MAX_RULES = 10_000  # of all texts of a schema
 LENGTHS = ("minLength", "maxLength")
 KEYWORDS = ("pattern", "format", *LENGTHS)
 
@@ -30,6 +31,7 @@ class TextWriter:
         self.patterns: dict[str, TextDemands] = {}
         self.rules: dict[str, str] = {}
         self.unwritten: dict[tuple[str, str], str] = {}
+        self._n_left = MAX_RULES
 
     def plain(self, node: Json, path: str) -> Json:
         """The schema with all that it demands of texts in one keyword, where that can be."""
@@ -74,6 +76,9 @@ class TextWriter:
                     raise error from None
         else:
             rules = write_rules(demands)
+        self._n_left -= rules.count("\n")
+        if self._n_left < 0:
+            raise PatternError("comes to too much beside those of other texts")
         name = rules.partition("\n")[0]
         self.rules[f'"{name.replace("-", "")}"'] = rules
         return f"^{name.replace('-', '')}$"
