@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 import tiny_vocab
 from gbnf import read_grammar
+from zod import EMAIL
 
 from kvmem.chat.fields import FieldError
 from kvmem.chat.render import ChatRenderer, RenderedChat
@@ -76,6 +77,17 @@ HELD: dict[str, Json] = {
     "date": {"type": "string", "format": "date"},
     "email": {"type": "string", "format": "email"},
     "not empty": {"type": "string", "minLength": 2},
+    "pattern and format": {"type": "string", "format": "email", "pattern": EMAIL},
+    "pattern and lengths": {
+        "type": "string",
+        "pattern": "^[a-z]+( [a-z]+)*$",
+        "minLength": 3,
+        "maxLength": 9,
+    },
+    "pattern ahead": {
+        "anyOf": [{"type": "string", "pattern": "^(?!null$)[a-z]{4}$"}, {"type": "null"}]
+    },
+    "format and length": {"type": "string", "format": "hostname", "maxLength": 6},
     "integer": {"type": "integer", "minimum": 1, "maximum": 3},
     "object": {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]},
     "number": {"type": "number", "minimum": 0, "maximum": 1},

@@ -14,6 +14,7 @@ from live import serving
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from pydantic import BaseModel
+from zod import UUID
 
 ARGS = ("--port", "0", "-c", "2048", "-t", "1", "--kvmem-budget", "512",
         "--kvmem-block-tokens", "32", "--kvmem-gen-reserve", "128", "--alias", "tiny")  # fmt: skip
@@ -143,6 +144,25 @@ class Weather(BaseModel):
     degrees: int
     sky: Literal["clear", "grey"]
     windy: bool
+
+
+def test_structured_output_where_several_demands_meet(client: OpenAI) -> None:
+    """Patterns that look ahead, beside lengths and a format, on a model that knows none of it."""
+    code = {"type": "string", "pattern": "^(?=.*[0-9])[A-Z0-9]+$", "minLength": 4, "maxLength": 8}
+    number = {"type": "string", "pattern": UUID, "format": "uuid"}
+    schema = {"type": "object", "properties": {"code": code, "id": number},
+              "required": ["code", "id"], "additionalProperties": False}  # fmt: skip
+    for seed in range(3):
+        reply = client.chat.completions.create(
+            model="any", messages=HI, max_tokens=200, seed=seed, reasoning_effort="none",
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "account", "schema": schema, "strict": True},
+            },
+        )  # fmt: skip
+        account = json.loads(reply.choices[0].message.content or "")
+        assert re.fullmatch("[A-Z0-9]{4,8}", account["code"]), account
+        assert re.search("[0-9]", account["code"]) and re.search(UUID, account["id"])
 
 
 def test_structured_output(client: OpenAI) -> None:
