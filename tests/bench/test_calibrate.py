@@ -91,6 +91,7 @@ def test_the_command_says_what_it_found(model: Path, capsys: pytest.CaptureFixtu
     code = execute([*args, "--prompts", "2", "--tokens", "6144"])
     said = capsys.readouterr()
     assert "gold recall, held out" in said.out and "uncalibrated" in said.out
+    assert "paraphrased" in said.out and "22 questions, 2 histories" in said.out
     stored = model.with_name("model.gguf.q8_0.kvmem.json").exists()
     assert stored == (code == 0)
     assert ("stored in" if stored else "not stored") in said.err
@@ -123,6 +124,8 @@ def test_a_start_can_calibrate_first(
             recall=0.9,
             recall_whole=0.5,
             by_count=(0.8, 0.9),
+            paraphrased=0.8,
+            paraphrased_whole=0.4,
             n_questions=16,
             n_groups=2,
         ),

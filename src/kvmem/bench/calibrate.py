@@ -5,6 +5,7 @@ arrives: made while only the first and the newest blocks are visible.
 """
 
 import hashlib
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ __all__ = ["Calibrated", "CalibrationSpec", "calibrate", "store"]
 
 Report = Callable[[str, int, int], None]
 
-EVIDENCE: Final = "rows centred, each pair divided by its sum"
+EVIDENCE: Final = "rows centred, each pair divided by its sum, five paraphrased questions"
 """What is kept of a history; another text makes what was kept before useless."""
 ROOM_TOKENS: Final = 512
 """Cells for a question behind the history."""
@@ -51,6 +52,7 @@ class CalibrationSpec:
     generator: str = "office"
     questions: Path | None = None
     n_tokens: int = 2048
+    n_paraphrased: int = 5
     n_prompts: int = 8
     first_seed: int = 1000
     budget_tokens: int = 512
@@ -65,7 +67,11 @@ class CalibrationSpec:
             raise ConfigError(
                 "budget_tokens", self.budget_tokens, f"below n_tokens={self.n_tokens}"
             )
-        WorkloadSpec(n_tokens=self.n_tokens)
+        self.workload()
+
+    def workload(self) -> WorkloadSpec:
+        """Raises ConfigError: no such history can be made."""
+        return WorkloadSpec(n_tokens=self.n_tokens, n_paraphrased=self.n_paraphrased)
 
     def engine(self) -> EngineConfig:
         """A small budget, no calibration: all pairs are summarised."""
@@ -90,8 +96,8 @@ class CalibrationSpec:
         questions = self.questions.read_bytes() if self.questions else b""
         what = (
             EVIDENCE, model_print, self.memory.type_k, self.memory.type_v, self.generator,
-            self.n_tokens, self.n_prompts, self.first_seed, self.budget_tokens, self.block_tokens,
-            SLICE_TOKENS, version(),
+            self.n_tokens, self.n_paraphrased, self.n_prompts, self.first_seed, self.budget_tokens,
+            self.block_tokens, SLICE_TOKENS, version(),
         )  # fmt: skip
         return hashlib.sha256(repr(what).encode() + questions).hexdigest()[:32]
 
@@ -140,6 +146,8 @@ def calibrate(
         "questions": picked.n_questions,
         "held_out_gold_recall": round(picked.recall, 4),
         "held_out_gold_recall_uncalibrated": round(picked.recall_whole, 4),
+        "held_out_paraphrased": _number(picked.paraphrased),
+        "held_out_paraphrased_uncalibrated": _number(picked.paraphrased_whole),
         "held_out_gold_recall_by_count": [round(value, 4) for value in picked.by_count],
         "pairs_in_all": len(pairs),
     }
@@ -177,6 +185,11 @@ def store(spec: CalibrationSpec, calibration: Calibration, path: Path | None = N
     return path
 
 
+def _number(value: float) -> float | None:
+    """For JSON, which knows no NaN."""
+    return None if math.isnan(value) else round(value, 4)
+
+
 def _scratch(spec: CalibrationSpec, model_print: str) -> Path:
     return cache_folder() / "calibration" / f"{spec.key(model_print)}.part"
 
@@ -187,8 +200,7 @@ def _read_all(
     """Evidence of all questions; that of each history is kept as a file."""
     if spec.questions is None:
         seeds = range(spec.first_seed, spec.first_seed + spec.n_prompts)
-        workload = WorkloadSpec(n_tokens=spec.n_tokens)
-        prompts = make_prompts(GENERATORS[spec.generator](), engine.vocab, workload, seeds)
+        prompts = make_prompts(GENERATORS[spec.generator](), engine.vocab, spec.workload(), seeds)
     else:
         prompts = read_conversations(spec.questions, engine)
     folder.mkdir(parents=True, exist_ok=True)
@@ -231,6 +243,7 @@ def _read(engine: Engine, prompt: Prompt, group: int) -> Iterator[Evidence]:
             n_free=max(1, len(newest) - len(fixed)),
             slices_per_block=per_block,
             group=group,
+            shares_word=question.shares_word,
         )
 
 
@@ -245,7 +258,9 @@ def _save(path: Path, questions: list[Evidence]) -> None:
     for i, question in enumerate(questions):
         for name in ("scores", "whole", "gold", "free"):
             arrays[f"{name}{i}"] = getattr(question, name)
-        arrays[f"counts{i}"] = np.array([question.n_free, question.slices_per_block])
+        arrays[f"counts{i}"] = np.array(
+            [question.n_free, question.slices_per_block, question.shares_word]
+        )
     part = path.with_suffix(".tmp.npz")
     np.savez_compressed(part, **arrays)
     part.replace(path)
@@ -264,8 +279,9 @@ def _load(path: Path, group: int) -> list[Evidence] | None:
                     n_free=int(arrays[f"counts{i}"][0]),
                     slices_per_block=int(arrays[f"counts{i}"][1]),
                     group=group,
+                    shares_word=bool(arrays[f"counts{i}"][2]),
                 )
                 for i in range(len(arrays.files) // 5)
             ]
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, IndexError, EOFError):
         return None

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from typer import Option
 
 from kvmem.bench.calibrate import Calibrated, CalibrationSpec, calibrate, store
+from kvmem.bench.report import number
 from kvmem.cli import logs, show
 from kvmem.cli.options import EngineOptions
 from kvmem.cli.progress import progress
@@ -30,7 +31,9 @@ def calibrate_model(
         Option(help="Conversations to use instead: JSON lines, docs/benchmarks.md has the format."),
     ] = None,
     tokens: Annotated[int, Option(help="Length of each history.")] = 2048,
-    prompts: Annotated[int, Option(help="Histories; each has eight questions.")] = 8,
+    prompts: Annotated[
+        int, Option(help="Histories; each has eleven questions, five of them paraphrased.")
+    ] = 8,
     seed: Annotated[int, Option(help="Seed of the first history.")] = 1000,
     out: Annotated[
         Path | None,
@@ -85,10 +88,18 @@ def calibrate_missing(config: EngineConfig) -> None:
 def _table(found: Calibrated) -> str:
     picked = found.picked
     pairs = " ".join(f"{layer}:{head}" for layer, head in found.calibration.pairs)
+    head = ("heads that score (layer:KV head)", "gold recall, held out", "paraphrased")
     rows = [
-        ("heads that score (layer:KV head)", "gold recall, held out", "bytes a token"),
-        (pairs, f"{picked.recall:.3f}", f"{found.bytes_per_token:.0f}"),
-        ("uncalibrated", f"{picked.recall_whole:.3f}", f"{found.bytes_per_token_whole:.0f}"),
+        (*head, "bytes a token"),
+        (pairs, *_row(picked.recall, picked.paraphrased, found.bytes_per_token)),
+        (
+            "uncalibrated",
+            *_row(picked.recall_whole, picked.paraphrased_whole, found.bytes_per_token_whole),
+        ),
     ]
     n = f"{picked.n_questions} questions, {picked.n_groups} histories"
-    return show.table(rows, right=(1, 2)) + f"\n{n}; each checked with pairs picked on others"
+    return show.table(rows, right=(1, 2, 3)) + f"\n{n}; each checked with pairs picked on others"
+
+
+def _row(recall: float, paraphrased: float, n_bytes: float) -> tuple[str, ...]:
+    return number(recall, 3), number(paraphrased, 3), f"{n_bytes:.0f}"

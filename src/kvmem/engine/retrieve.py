@@ -15,7 +15,7 @@ from kvmem.kv.scorers import DEFAULT_SCORER, ScoreInputs, Scores, run_scorer
 from kvmem.kv.select import select
 from kvmem.llama.context import CancelToken
 
-__all__ = ["QueryTap", "apply", "choose", "read_query", "score"]
+__all__ = ["QueryTap", "apply", "choose", "choose_blocks", "read_query", "score"]
 
 I32 = NDArray[np.int32]
 
@@ -120,9 +120,32 @@ def choose(
 ) -> I32:
     """The blocks to hold of the first n_blocks: ascending, at most budget_blocks.
 
-    Blocks without a score (not stored yet) rank last; the newest one is always in. A block whose
-    score lies at one of its ends brings the neighbour there along: what was asked for stands before
-    its answer, and a border may part them.
+    The newest one is always in. See `choose_blocks`.
+    """
+    return choose_blocks(
+        scores,
+        n_blocks=n_blocks,
+        budget_blocks=budget_blocks,
+        pins=pins,
+        sink_blocks=memory.sizes.n_sink_blocks,
+        recent_blocks=memory.sizes.n_recent_blocks,
+    )
+
+
+def choose_blocks(
+    scores: Scores,
+    *,
+    n_blocks: int,
+    budget_blocks: int,
+    pins: Sequence[int] = (),
+    sink_blocks: int = 0,
+    recent_blocks: int = 1,
+) -> I32:
+    """The selection of these scores, without a memory.
+
+    Blocks without a score (not stored yet) rank last. A block whose score lies at one of its ends
+    brings the neighbour there along: what was asked for stands before its answer, and a border may
+    part them.
     """
     padded = np.full(n_blocks, -np.inf, np.float32)
     n_scored = min(n_blocks, len(scores.blocks))
@@ -136,8 +159,8 @@ def choose(
         n_blocks,
         budget_blocks,
         pins,
-        memory.sizes.n_sink_blocks,
-        memory.sizes.n_recent_blocks,
+        sink_blocks,
+        recent_blocks,
         edge=beside,
         edge_threshold=EDGE_SHARE,
     )

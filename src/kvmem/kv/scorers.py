@@ -20,6 +20,7 @@ __all__ = [
     "SCORERS",
     "ScoreInputs",
     "Scores",
+    "edge_slices",
     "fuse",
     "rank",
     "run_scorer",
@@ -115,13 +116,18 @@ def _need_heads(name: str, inputs: ScoreInputs) -> tuple[Query, KeySummaries]:
     return inputs.query, inputs.summaries
 
 
-def _attention(name: str, inputs: ScoreInputs, power: int, centring: float = 0) -> tuple[F32, F32]:
-    query, summaries = _need_heads(name, inputs)
-    per_block = summaries.slices_per_block
+def edge_slices(slices_per_block: int, slice_tokens: int) -> tuple[int, int]:
+    """How many of a block's slices are near its start, and how many near its end."""
     head, tail = (
-        min(per_block, max(1, n_tokens // summaries.slice_tokens))
+        min(slices_per_block, max(1, n_tokens // slice_tokens))
         for n_tokens in (EDGE_HEAD_TOKENS, EDGE_TAIL_TOKENS)
     )
+    return head, tail
+
+
+def _attention(name: str, inputs: ScoreInputs, power: int, centring: float = 0) -> tuple[F32, F32]:
+    query, summaries = _need_heads(name, inputs)
+    head, tail = edge_slices(summaries.slices_per_block, summaries.slice_tokens)
     blocks, edges = score_blocks(
         query,
         summaries,

@@ -134,6 +134,36 @@ PARAPHRASED: Final = (
         "{x} will live in",
         CITIES,
     ),
+    (
+        "{x} always arrives by {v}.",
+        "What kind of transport does {x} take to work?",
+        "{x} takes the",
+        ("bicycle", "tram", "ferry", "scooter", "bus"),
+    ),
+    (
+        "{x} was awarded a medal for {v}.",
+        "Which sport is {x} so good at?",
+        "{x} is good at",
+        ("rowing", "fencing", "archery", "judo", "sailing"),
+    ),
+    (
+        "{x} will get married in {v}.",
+        "In which month is the wedding of {x}?",
+        "The wedding of {x} is in",
+        ("March", "April", "June", "July", "September"),
+    ),
+    (
+        "{x} is scared of {v}.",
+        "What frightens {x} the most?",
+        "{x} is frightened by",
+        ("spiders", "thunder", "snakes", "needles", "mice"),
+    ),
+    (
+        "{x} spent last summer in {v}.",
+        "Which country did {x} see on holiday?",
+        "{x} was on holiday in",
+        ("Iceland", "Morocco", "Peru", "Japan", "Kenya"),
+    ),
 )
 
 
