@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,9 @@ MODEL = HERE / "recall-qwen35.gguf"
 HELDOUT = HERE / "heldout.jsonl"
 
 KINDS = ("fact", "update", "hop", "none")
-POLICIES = ("full", "fused", "heads", "lexical", "mass", "cosine", "recency", "shuffled")
-"""Scorers at a part of the history; the whole of it; and fused with its scores shuffled."""
+POLICIES = ("full", "gold", "fused", "heads", "lexical", "mass", "cosine", "recency", "shuffled")
+"""Scorers at a part of the history; the whole of it; the blocks of the evidence, then those beside
+them, then as fused has it: an oracle for the budget; and fused with its scores shuffled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +138,25 @@ def load(
 
 
 @contextmanager
+def told(gold: set[int]) -> Iterator[None]:
+    """While it lasts, these blocks score above all others, and those beside them come next."""
+    plain = retrieve.score
+    beside = {block + step for block in gold for step in (-1, 1)} - gold
+
+    def score(*args: Any, **others: Any) -> Scores:
+        scores = plain(*args, **others)
+        above = np.ptp(scores.blocks) + 1
+        for blocks, lift in ((gold, 2 * above), (beside, above)):
+            known = [block for block in blocks if 0 <= block < len(scores.blocks)]
+            scores.blocks[known] += lift
+            scores.edges[known] = 0  # they bring nobody before their like
+        return scores
+
+    with patch.object(retrieve, "score", score):
+        yield
+
+
+@contextmanager
 def shuffled(seed: int = 0) -> Iterator[None]:
     """While it lasts, every block has the score of another."""
     plain = retrieve.score
@@ -180,7 +200,7 @@ def _ask_all(
         "block_tokens": block,
         "recent_tokens": block,
         "host_limit_bytes": 256 << 20,
-        "scorer": "fused" if is_full else scorer,
+        "scorer": "fused" if setting.policy in ("full", "gold") else scorer,
         "calibration": "off",
         **memory,
     }
@@ -198,16 +218,17 @@ def _ask_all(
             messages = [*conversation["messages"], {"role": "user", "content": question["text"]}]
             prompt = renderer.render(parse_chat_request({"messages": messages})).prompt
             params = GenerateParams(sampling=SamplingParams(temperature=0.0), max_tokens=64)
-            events = list(session.generate(prompt, params))
-            said = b"".join(e.piece for e in events if isinstance(e, TokenEvent)).decode()
-            done = events[-1]
-            assert isinstance(done, Done)
-            report = done.stats.memory
             gold = {
                 position // block
                 for start, stop in question["spans"]
                 for position in range(start, stop)
             }
+            with told(gold) if setting.policy == "gold" else nullcontext():
+                events = list(session.generate(prompt, params))
+            said = b"".join(e.piece for e in events if isinstance(e, TokenEvent)).decode()
+            done = events[-1]
+            assert isinstance(done, Done)
+            report = done.stats.memory
             yield Answer(
                 conversation=conversation["id"],
                 tokens=conversation["target_tokens"],
