@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -37,7 +38,17 @@ def _part(policy: str, name: str, records: Sequence[Record]) -> Part:
     )
 
 
-def clusters(records: Sequence[Record]) -> list[int]:
+class OfHistory(Protocol):
+    """A record of one history."""
+
+    @property
+    def generator(self) -> str: ...
+
+    @property
+    def seed(self) -> int: ...
+
+
+def clusters(records: Sequence[OfHistory]) -> list[int]:
     """Which history each record is of, as a number: what the bootstrap draws."""
     names = sorted({(r.generator, r.seed) for r in records})
     index = {name: i for i, name in enumerate(names)}

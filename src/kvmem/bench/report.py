@@ -12,6 +12,7 @@ from kvmem.bench.metrics import Interval
 from kvmem.bench.remote_speed import RemoteRow
 from kvmem.bench.speed_summary import Ratio, RequestRow, SpeedRow
 from kvmem.bench.summary import Gate, Row
+from kvmem.bench.turns import TurnRow
 
 __all__ = [
     "agent_table",
@@ -24,6 +25,7 @@ __all__ = [
     "remote_table",
     "request_table",
     "speed_table",
+    "turn_table",
 ]
 
 GIB = 1 << 30
@@ -121,6 +123,28 @@ def experiment_table(lines: Sequence[Mapping[str, Any]]) -> Table:
 
 def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def turn_table(rows: Sequence[TurnRow], title: str) -> Table:
+    """What a session recalls, brings back and moves, turn by turn."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    headings = ("turns", "gold recall", "were away", "resurrected", "churn", "seen before")
+    for heading in (*headings, "MB in a turn", "answered"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row.name,
+            str(row.n),
+            interval(row.gold_recall),
+            str(row.n_away),
+            interval(row.resurrected),
+            interval(row.churn),
+            number(row.returned),
+            number(row.bytes_in / 1e6, 1),
+            number(row.answered),
+        )
+    return table
 
 
 def gate_table(gates: Sequence[Gate]) -> Table:

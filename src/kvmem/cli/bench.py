@@ -53,10 +53,12 @@ from kvmem.cli.bench_options import (
 )
 from kvmem.cli.progress import progress, table_console
 from kvmem.cli.quality import quality
+from kvmem.cli.turns import turns
 from kvmem.errors import ConfigError
 
 bench = typer.Typer(help="Measure recall and speed.", rich_markup_mode=None)
 bench.command()(quality)
+bench.command()(turns)
 
 Plots = Annotated[
     Path | None, Option(help="Draw the run to this file, as .png and as .svg (needs matplotlib).")

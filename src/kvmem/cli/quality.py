@@ -51,6 +51,7 @@ def quality(
             f"and {DEFAULT_CELLS[1]}.",
         ),
     ] = None,
+    seed: Annotated[int, Option(help="Seed of the first history of each cell.")] = 0,
     policy: Annotated[
         list[str] | None,
         Option(metavar="NAME", help="Only this policy (again for more), by its name in the table."),
@@ -97,6 +98,7 @@ def quality(
             model=model,
             kv_type=kv_dtype,
             recent_tokens=recent,
+            first_seed=seed,
             calibration=calibration,
             questions=questions,
             n_threads=threads or None,
