@@ -18,6 +18,7 @@ from kvmem.engine.engine import Engine
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams
 from kvmem.errors import DecodeError, KvmemError, StateError
+from kvmem.kv.budget import Charge
 
 # one that hits a generator while Python lets go of it is told, and raised nowhere
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -75,10 +76,10 @@ class Adversary:
     def host_is_full(self) -> Iterator[None]:
         host = self.recorded.memory.host
         n_bytes = max(0, host.free - self.pick(0, 1 << 20))
-        host.charge(n_bytes, "the adversary")
+        charge = Charge(host, n_bytes, "the adversary")
         with self.spoiling():
             yield
-        host.release(n_bytes)
+        charge.release()
 
     @contextmanager
     def spoiling(self) -> Iterator[None]:

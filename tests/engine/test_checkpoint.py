@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvmem.engine import checkpoint as module
 from kvmem.engine.checkpoint import MAX_CHECKPOINTS, Checkpoints
-from kvmem.kv.budget import HostBudget
+from kvmem.kv.budget import Charge, HostBudget
 from kvmem.kv.port import ArrayPort
 from kvmem.llama.state import state_bytes
 
@@ -157,13 +157,13 @@ def test_they_give_way_to_what_cannot_be_read_again() -> None:
     checkpoints, _, budget = make(limit_bytes=4 * STATE_BYTES)
     for n_tokens in (100, 900, 1000):
         checkpoints.save(n_tokens)
-    budget.charge(STATE_BYTES, "records")
+    records = Charge(budget, STATE_BYTES, "records")
     sizes = [len(checkpoints)]
     while checkpoints.give_way():
         sizes.append(len(checkpoints))
         assert budget.used == STATE_BYTES + checkpoints.n_bytes
     assert sizes == [3, 2, 1, 0]
-    assert budget.used == STATE_BYTES
+    assert budget.used == records.n_bytes
 
 
 def test_what_another_history_holds_too_does_not_give_way() -> None:

@@ -6,6 +6,7 @@ import pytest
 from engines import Recorded, ask, random_tokens, record
 
 from kvmem.errors import CapacityError
+from kvmem.kv.budget import Charge
 from kvmem.llama.state import state_bytes
 
 LIMIT = 1100 << 10
@@ -72,7 +73,7 @@ def test_a_state_that_is_too_large_is_answered_and_said_not_to_be_kept(tiny_qwen
         memory = recorded.memory
         recorded.session.read(prompt[:60])
         state = state_bytes(memory.context)  # of an empty history it is smaller
-        memory.host.charge(memory.host.free - state + 1, "ballast")
+        ballast = Charge(memory.host, memory.host.free - state + 1, "ballast")
         watch(recorded, memory.host.limit)
         reply = ask(recorded.session, prompt[:90], span=(70, 85))
         assert reply.done.reason == "length"
@@ -86,6 +87,9 @@ def test_a_state_that_is_too_large_is_answered_and_said_not_to_be_kept(tiny_qwen
         changed = ask(recorded.session, prompt[:80] + reply.tokens)
         assert changed.stats.cached_tokens == 0
         memory.check()
+        ballast.release()
+        ask(recorded.session, prompt[:90])
+        assert len(memory.checkpoints) > 0
 
 
 def test_without_a_state_to_go_back_to_the_first_pass_stands(tiny_qwen35: Path) -> None:

@@ -7,7 +7,7 @@ from memory_driver import MemoryDriver
 
 from kvmem.errors import CapacityError
 from kvmem.kv.block import BlockTable
-from kvmem.kv.budget import HostBudget
+from kvmem.kv.budget import Charge, HostBudget
 
 
 def test_an_empty_table_costs_nothing() -> None:
@@ -50,8 +50,10 @@ def test_growth_is_charged_and_given_back() -> None:
 def test_a_table_that_may_not_grow_changes_nothing() -> None:
     driver = MemoryDriver(budget_blocks=200)
     driver.read(256)  # as many as the first arrays hold
-    driver.budget.charge(driver.budget.free, "summaries")
+    summaries = Charge(driver.budget, driver.budget.free, "summaries")
     with pytest.raises(CapacityError, match="token table"):
         driver.ws.prepare(1)
     driver.check()
     assert driver.ws.n_pending == 0
+    summaries.release()
+    driver.ws.prepare(1)

@@ -13,6 +13,7 @@ from memory_driver import MemoryDriver
 from oracles import HistoryTwin
 
 from kvmem.errors import CapacityError, TransferError
+from kvmem.kv.budget import Charge
 from kvmem.kv.history import History
 from kvmem.kv.store import HostStore
 
@@ -126,7 +127,7 @@ def test_a_full_host_refuses_and_changes_nothing() -> None:
     two = TwoHistories()
     ws, budget = two.driver.ws, two.driver.budget
     first = ws.history
-    budget.charge(budget.free, "others")
+    others = Charge(budget, budget.free, "others")
     filler = HostStore(two.driver.port, budget, first.store)
     with pytest.raises(CapacityError):
         for block in count():
@@ -140,6 +141,7 @@ def test_a_full_host_refuses_and_changes_nothing() -> None:
     two.switch()
     del filler
     ws.check([first])
+    others.release()
 
 
 def test_a_history_that_is_forgotten_gives_its_bytes_back() -> None:

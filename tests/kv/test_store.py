@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmem.errors import CapacityError
-from kvmem.kv.budget import HostBudget
+from kvmem.kv.budget import Charge, HostBudget
 from kvmem.kv.port import ArrayPort
 from kvmem.kv.store import HostStore
 
@@ -98,7 +98,7 @@ def test_the_limit_is_not_allocated_up_front() -> None:
 
 def test_the_last_slab_is_as_small_as_the_rest_of_the_limit() -> None:
     store, budget, _ = make(40)
-    budget.charge(int(37.5 * store.record_bytes), "checkpoints")
+    held = Charge(budget, int(37.5 * store.record_bytes), "checkpoints")
     assert store.slab_records == 2
     store.put(0, 1, payload(store, 0))
     store.put(1, 1, payload(store, 1))
@@ -106,6 +106,8 @@ def test_the_last_slab_is_as_small_as_the_rest_of_the_limit() -> None:
         store.put(2, 1, payload(store, 2))
     assert store.get(0, 1) == payload(store, 0).tobytes()
     store.check()
+    held.release()
+    store.put(2, 1, payload(store, 2))
 
 
 def test_a_failed_put_keeps_the_older_record() -> None:

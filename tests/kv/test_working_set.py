@@ -203,7 +203,7 @@ def test_sealing_waits_for_whole_blocks_and_happens_once() -> None:
 def test_the_host_limit_ends_sealing_and_nothing_else() -> None:
     driver = MemoryDriver(n_records=2)
     driver.decode(12)
-    driver.budget.charge(driver.budget.free - 2 * RECORD_BYTES, "summaries")
+    summaries = Charge(driver.budget, driver.budget.free - 2 * RECORD_BYTES, "summaries")
     with pytest.raises(CapacityError, match="raise the host limit or shorten the history"):
         driver.ws.seal()
     assert not driver.ws.has_copy(0), "all or none"
@@ -216,6 +216,8 @@ def test_the_host_limit_ends_sealing_and_nothing_else() -> None:
     driver.ws.apply([0, 2, 3])
     driver.check()
     assert driver.budget.free < RECORD_BYTES
+    summaries.release()
+    driver.ws.apply([3])
 
 
 def test_make_room_takes_only_the_reply() -> None:

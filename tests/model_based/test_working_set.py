@@ -12,7 +12,7 @@ from oracles import HistoryTwin
 from strategies import faults, seeds
 
 from kvmem.errors import CapacityError, StateError, TransferError
-from kvmem.kv.budget import HostBudget
+from kvmem.kv.budget import Charge, HostBudget
 from kvmem.kv.port import ArrayPort
 from kvmem.kv.working_set import WorkingSet
 
@@ -67,7 +67,7 @@ class WorkingSetMachine(RuleBasedStateMachine):
         self.resident: set[int] = set()
         self.copies: set[int] = set()
         self.unreported: set[int] = set()
-        self.charged = 0
+        self.charged: list[Charge] = []
         self.read(n_tokens)
 
     # what the twin expects
@@ -354,23 +354,21 @@ class WorkingSetMachine(RuleBasedStateMachine):
         """Somebody else takes from the same limit."""
         assume(sure == 4)
         try:
-            self.budget.charge(n_bytes, "summaries")
+            self.charged.append(Charge(self.budget, n_bytes, "summaries"))
         except CapacityError:
             assert n_bytes > self.budget.free
-            return
-        self.charged += n_bytes
 
     @rule()
     def summaries_go(self) -> None:
-        self.budget.release(self.charged)
-        self.charged = 0
+        self.charged.clear()
 
     # what must always hold
 
     @invariant()
     def memory_is_sound(self) -> None:
         self.ws.check()
-        assert self.budget.used == self.ws.host_bytes + self.charged <= self.budget.limit
+        charged = sum(charge.n_bytes for charge in self.charged)
+        assert self.budget.used == self.ws.host_bytes + charged <= self.budget.limit
         assert set(self.ws.resident().tolist()) == self.resident
         copies = {block for block in range(self.ws.n_blocks) if self.ws.has_copy(block)}
         assert copies == self.copies

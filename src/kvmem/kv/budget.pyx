@@ -11,8 +11,8 @@ __all__ = ["Charge", "HostBudget"]
 cdef class HostBudget:
     """Counts the bytes of host records, token tables, summaries and checkpoints against one limit.
 
-    It allocates nothing: whoever allocates charges first and releases after freeing. Calls are
-    atomic (they keep the GIL), so several threads may share one budget.
+    It allocates nothing: whoever allocates holds a Charge before, or takes and gives back. Calls
+    are atomic (they keep the GIL), so several threads may share one budget.
 
     Args:
         limit: bytes that are never passed.
@@ -22,16 +22,6 @@ cdef class HostBudget:
         if limit == 0:
             raise ValueError("limit is 0, but must be at least 1 byte")
         self.limit = limit
-
-    def charge(self, size_t n_bytes, str what="a charge"):
-        """Take bytes for `what`, or raise HostCapacityError and take nothing."""
-        self.take(n_bytes, what)
-
-    def release(self, size_t n_bytes):
-        """Give back bytes that were charged."""
-        if n_bytes > self.used:
-            raise ValueError(f"{n_bytes} bytes are more than the {self.used} in use")
-        self.give_back(n_bytes)
 
     def set_limit(self, size_t limit):
         """Move the limit. Raises CapacityError, and changes nothing, if more is in use."""
@@ -47,6 +37,7 @@ cdef class HostBudget:
         return self.limit - self.used
 
     cdef int take(self, size_t n_bytes, str what) except -1:
+        """Take bytes for `what`, or raise HostCapacityError and take nothing."""
         if n_bytes > self.limit - self.used:
             raise HostCapacityError(
                 f"{what} needs {n_bytes} bytes of host memory, but {self.used} of the limit of "
