@@ -95,13 +95,14 @@ class MemoryFacts:
     trained_tokens: the context length that the model was trained for.
     kv_bytes_per_token: K and V rows of one token over all attention layers, in the chosen types,
         those of the draft head included.
-    host_bytes_per_token: the same and its summaries, in the host store.
+    host_bytes_per_token: the same in the host store, with summaries and tables, rounded up.
     free_device_bytes: what is free where the pool will live, weights and recurrent states already
         taken off.
     device_bytes, host_bytes: all memory of the device and of the machine.
     shared: the pool lives in host memory too (CPU back end).
-    state_bytes: one recurrent state, as a checkpoint holds it; 0 for a model without.
-    state_device_bytes: all that is on the device for it, so that drafts can be taken back.
+    checkpoint_bytes: one recurrent state and what goes back with it; 0 for a model without.
+    state_device_bytes: all that is on the device for the state. rollback_bytes: what of it is there
+        so that drafts can be taken back.
     draft_bytes_per_token: the draft head's part of kv_bytes_per_token.
     """
 
@@ -113,8 +114,9 @@ class MemoryFacts:
     free_host_bytes: int
     host_bytes: int
     shared: bool
-    state_bytes: int = 0
+    checkpoint_bytes: int = 0
     state_device_bytes: int = 0
+    rollback_bytes: int = 0
     draft_bytes_per_token: int = 0
 
 

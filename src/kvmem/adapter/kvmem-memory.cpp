@@ -323,16 +323,29 @@ int kvmem_context_create(llama_model * model, const llama_context_params & param
     return KVMEM_OK;
 }
 
-size_t kvmem_state_bytes(const kvmem_memory * memory) {
+// the rows of one state: of the convolution, of what they have summed up, and of n-grams where a model has them
+static size_t state_row_bytes(const llama_memory_recurrent * recr) {
     size_t res = 0;
-    if (const auto * recr = memory->recr) {
-        for (size_t il = 0; il < recr->r_l.size(); ++il) {
-            if (recr->r_l[il]) {
-                res += recr->r_l[il]->nb[1] * (1 + recr->n_rec_rows()) + recr->s_l[il]->nb[1];
-            }
+    for (const auto * rows : { &recr->r_l, &recr->s_l, &recr->p_l }) {
+        for (const ggml_tensor * tensor : *rows) {
+            res += tensor ? tensor->nb[1] : 0;
         }
     }
     return res;
+}
+
+size_t kvmem_state_bytes(const kvmem_memory * memory) {
+    const auto * recr = memory->recr;
+    if (!recr) {
+        return 0;
+    }
+    const size_t res = llama_state_seq_get_size_ext(memory->ctx, 0, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+    if (recr->seq_pos_max(0) >= 0) {
+        return res;
+    }
+    // an empty one is written without its cell: rows, position and number of sequences
+    // (llama_memory_recurrent::state_write)
+    return res + state_row_bytes(recr) + sizeof(llama_pos) + sizeof(uint32_t);
 }
 
 int kvmem_is_hybrid(const kvmem_memory * memory) {
@@ -352,6 +365,13 @@ void kvmem_memory_bytes(const kvmem_memory * memory, size_t * attention, size_t 
             *recurrent += entry.second;
         }
     }
+}
+
+size_t kvmem_rollback_bytes(const kvmem_memory * memory) {
+    size_t attention = 0;
+    size_t recurrent = 0;
+    kvmem_memory_bytes(memory, &attention, &recurrent);
+    return memory->recr ? recurrent - memory->recr->size * state_row_bytes(memory->recr) : 0;
 }
 
 int kvmem_recurrent_rollback(kvmem_memory * memory, uint32_t n_tokens) {

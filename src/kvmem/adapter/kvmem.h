@@ -91,9 +91,10 @@ KVMEM_API uint32_t kvmem_n_cells(const kvmem_memory * memory);
 KVMEM_API uint32_t kvmem_n_layers(const kvmem_memory * memory);
 KVMEM_API int      kvmem_layer_get(const kvmem_memory * memory, uint32_t i, kvmem_layer * layer);
 KVMEM_API int      kvmem_is_hybrid(const kvmem_memory * memory);
-// Bytes of the attention cache and of the recurrent state on the devices
-KVMEM_API size_t kvmem_state_bytes(const kvmem_memory * memory); // of one recurrent state, as it is saved
+KVMEM_API size_t   kvmem_state_bytes(const kvmem_memory * memory); // of one recurrent state, as it is saved
+// Bytes of the attention cache and of the recurrent state on the devices, and what of that only drafts need
 KVMEM_API void   kvmem_memory_bytes(const kvmem_memory * memory, size_t * attention, size_t * recurrent);
+KVMEM_API size_t kvmem_rollback_bytes(const kvmem_memory * memory);
 
 // cells
 

@@ -23,8 +23,6 @@ __all__ = ["Plan", "make_plan", "plan", "plan_of", "render_plan"]
 class Plan:
     """Resolved sizes with what they cost.
 
-    checkpoint_bytes: the recurrent state that goes into one checkpoint; 0 without such layers.
-    rollback_bytes: what the device keeps so that drafts can be taken out of the recurrent state.
     all_checkpoint_bytes: those that are kept, and the one that is written before another goes.
     n_history_tokens: largest history that the host limit and the workspace hold.
     n_easy_tokens: the largest beside all checkpoints; beyond it they give way to blocks.
@@ -39,20 +37,12 @@ class Plan:
     calibration: Found
 
     @property
-    def checkpoint_bytes(self) -> int:
-        return self.facts.state_bytes
-
-    @property
-    def rollback_bytes(self) -> int:
-        return self.facts.state_device_bytes - self.facts.state_bytes
-
-    @property
     def pool_bytes(self) -> int:
         return self.sizes.pool_tokens * self.facts.kv_bytes_per_token
 
     @property
     def all_checkpoint_bytes(self) -> int:
-        return (MAX_CHECKPOINTS + 1) * self.checkpoint_bytes
+        return (MAX_CHECKPOINTS + 1) * self.facts.checkpoint_bytes
 
     @property
     def n_history_tokens(self) -> int:
@@ -98,9 +88,10 @@ class Plan:
             "spec_type_v": self.config.draft.type_v,
             "draft_bytes_per_token": self.facts.draft_bytes_per_token,
             "mtp_state": self.config.draft.state,
-            "draft_rollback_bytes": self.rollback_bytes,
-            "checkpoint_bytes": self.checkpoint_bytes,
-            "max_checkpoints": MAX_CHECKPOINTS if self.checkpoint_bytes else 0,
+            "state_device_bytes": self.facts.state_device_bytes,
+            "draft_rollback_bytes": self.facts.rollback_bytes,
+            "checkpoint_bytes": self.facts.checkpoint_bytes,
+            "max_checkpoints": MAX_CHECKPOINTS if self.facts.checkpoint_bytes else 0,
             "all_checkpoint_bytes": self.all_checkpoint_bytes,
             "host_limit_bytes": sizes.host_limit_bytes,
             "conversations": self.config.memory.conversations,
@@ -206,7 +197,9 @@ def render_plan(made: Plan) -> str:
         n_bytes = sizes.pool_tokens * facts.draft_bytes_per_token
         kinds = f"K/V {draft.type_k} / {draft.type_v}"
         add("  draft head in it", sizes.pool_tokens, n_bytes, kinds)
-        add("recurrent state", None, facts.state_device_bytes, f"with {draft.state} for drafts")
+    if facts.state_device_bytes:
+        how = f"on the device, with {draft.state} for drafts" if draft.enabled else "on the device"
+        add("recurrent state", None, facts.state_device_bytes, how)
     add("host store limit", None, sizes.host_limit_bytes, sources["host_limit_bytes"])
     memory = made.config.memory
     shared = memory.conversations_bytes or sizes.host_limit_bytes
@@ -214,8 +207,10 @@ def render_plan(made: Plan) -> str:
     add("  a token in it", 1, facts.host_bytes_per_token, "K, V, summaries, tables")
     add("scorer", None, None, made.config.memory.scorer)
     add("  calibration", None, None, made.calibration.source)
-    state = made.checkpoint_bytes
+    state = facts.checkpoint_bytes
     why = "the recurrent state" if state else "none: this model has attention layers only"
+    if state and draft.enabled:
+        why += " and the draft head's row"
     add("  a checkpoint in it", None, state, why)
     if state:
         kept = f"{MAX_CHECKPOINTS} kept, one being written"

@@ -3,12 +3,14 @@
 The model as it is loaded, and the machine as it is now.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvmem.config import EngineConfig, MemoryConfig, MemoryFacts
 from kvmem.engine.calibration import Calibration, scoring
 from kvmem.kv.layout import KV_TYPES, KvLayout
+from kvmem.kv.slabs import record_bytes
 from kvmem.llama import runtime
 from kvmem.llama.context import Context
 from kvmem.llama.draft import DraftContext
@@ -17,9 +19,9 @@ from kvmem.llama.model import Model
 
 __all__ = ["Probe", "host_bytes_per_token", "memory_facts", "probe"]
 
-# Per token beside the record's rows: CellMeta and the tables of tokens and positions, and the token
-# index.
-TABLE_BYTES = 28 + 20 + 8
+# Beside the record: tokens, positions and the token index of each token, the version of each block.
+TOKEN_BYTES = 20 + 4
+BLOCK_BYTES = 8
 
 PROBE_TOKENS = 16
 
@@ -28,13 +30,14 @@ PROBE_TOKENS = 16
 class Probe:
     """What a throw-away context of one block tells.
 
-    state_bytes: one recurrent state. state_device_bytes: all of it that the device holds.
+    checkpoint_bytes, state_device_bytes, rollback_bytes: as MemoryFacts has them.
     draft_bytes: the draft head's rows in layout.payload_bytes.
     """
 
     layout: KvLayout
-    state_bytes: int
+    checkpoint_bytes: int
     state_device_bytes: int
+    rollback_bytes: int
     draft_bytes: int
 
 
@@ -58,17 +61,19 @@ def probe(model: Model, config: EngineConfig) -> Probe:
         replay=config.draft.replays,
     ) as context:
         port = LlamaPort(context)
-        layout, draft_bytes = port.layout, 0
+        layout, draft_bytes, hidden_bytes = port.layout, 0, 0
         if config.draft.enabled:
             head = DraftContext(context, type_k=config.draft.type_k, type_v=config.draft.type_v)
             port = LlamaPort(context)
             draft_bytes = port.layout.payload_bytes - layout.payload_bytes
             layout = port.layout
+            hidden_bytes = head.n_embd * 4  # f32
             head.close()
         return Probe(
             layout=layout,
-            state_bytes=port.state_bytes,
+            checkpoint_bytes=port.state_bytes + hidden_bytes,
             state_device_bytes=port.device_bytes()[1],
+            rollback_bytes=port.rollback_bytes,
             draft_bytes=draft_bytes,
         )
 
@@ -79,7 +84,8 @@ def host_bytes_per_token(layout: KvLayout, calibration: Calibration | None, scor
     summaries = sum(
         (layout.layers[pair.layer].head_dim_k + 2) / used.slice_tokens for pair in used.pairs
     )
-    return int(layout.payload_bytes / layout.block_tokens + summaries + TABLE_BYTES)
+    block = record_bytes(layout.block_tokens, layout.payload_bytes) + BLOCK_BYTES
+    return math.ceil(block / layout.block_tokens + summaries + TOKEN_BYTES)
 
 
 def memory_facts(
@@ -91,12 +97,13 @@ def memory_facts(
     Raises ModelError as `probe` does.
     """
     memory = config.memory
-    state_bytes = states = draft_bytes = 0
+    checkpoint_bytes = states = rollback_bytes = draft_bytes = 0
     if memory.enabled:
         found = probe(model, config)
         kv_bytes = found.layout.payload_bytes // memory.block_tokens
         host_bytes = host_bytes_per_token(found.layout, calibration, memory.scorer)
-        state_bytes, states = found.state_bytes, found.state_device_bytes
+        checkpoint_bytes, states = found.checkpoint_bytes, found.state_device_bytes
+        rollback_bytes = found.rollback_bytes
         draft_bytes = found.draft_bytes // memory.block_tokens
     else:
         kv_bytes = host_bytes = _estimate_kv_bytes(model, memory)
@@ -114,8 +121,9 @@ def memory_facts(
         free_host_bytes=machine_free,
         host_bytes=machine_total,
         shared=not on_gpu,
-        state_bytes=state_bytes,
+        checkpoint_bytes=checkpoint_bytes,
         state_device_bytes=states,
+        rollback_bytes=rollback_bytes,
         draft_bytes_per_token=draft_bytes,
     )
 

@@ -3,7 +3,9 @@ from typing import Self, final
 from kvmem.kv.budget import HostBudget
 from kvmem.kv.port import DevicePort
 
-__all__ = ["RecordSlabs"]
+__all__ = ["RecordSlabs", "record_bytes"]
+
+def record_bytes(block_tokens: int, payload_bytes: int) -> int: ...
 
 @final
 class RecordSlabs:

@@ -8,7 +8,7 @@ from kvmem.errors import HostCapacityError
 
 from kvmem.kv.budget cimport HostBudget
 
-__all__ = ["RecordSlabs"]
+__all__ = ["RecordSlabs", "record_bytes"]
 
 cdef size_t PAGE_BYTES = 4096
 cdef size_t LINE_BYTES = 64
@@ -17,6 +17,15 @@ cdef size_t SLAB_BYTES = 64 << 20  # docs/memory.md: large enough to copy at ful
 
 cdef inline size_t _round_up(size_t n, size_t unit) noexcept nogil:
     return (n + unit - 1) // unit * unit
+
+
+cdef size_t _payload_offset(int block_tokens) noexcept nogil:
+    return _round_up(sizeof(RecordHeader) + block_tokens * sizeof(CellMeta), LINE_BYTES)
+
+
+def record_bytes(int block_tokens, size_t payload_bytes):
+    """What the record of a block takes, header and meta included."""
+    return _round_up(_payload_offset(block_tokens) + payload_bytes, PAGE_BYTES)
 
 
 @cython.final
@@ -42,9 +51,8 @@ cdef class RecordSlabs:
         self._budget = budget
         self.block_tokens = port.block_tokens
         self.payload_bytes = port.payload_bytes
-        self.payload_offset = _round_up(
-            sizeof(RecordHeader) + self.block_tokens * sizeof(CellMeta), LINE_BYTES)
-        self.record_bytes = _round_up(self.payload_offset + self.payload_bytes, PAGE_BYTES)
+        self.payload_offset = _payload_offset(self.block_tokens)
+        self.record_bytes = record_bytes(self.block_tokens, self.payload_bytes)
         self.slab_records = max(1, min(SLAB_BYTES, budget.limit // 16) // self.record_bytes)
 
     def __dealloc__(self):

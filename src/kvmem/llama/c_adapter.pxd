@@ -72,6 +72,7 @@ cdef extern from "kvmem.h" nogil:
     int kvmem_is_hybrid(const kvmem_memory *memory)
     size_t kvmem_state_bytes(const kvmem_memory *memory)
     void kvmem_memory_bytes(const kvmem_memory *memory, size_t *attention, size_t *recurrent)
+    size_t kvmem_rollback_bytes(const kvmem_memory *memory)
 
     int kvmem_cells_place(kvmem_memory *memory, const int *cells, uint32_t n)
     int kvmem_cells_publish(kvmem_memory *memory, int cell, const kvmem_cell_meta *meta, uint32_t n)

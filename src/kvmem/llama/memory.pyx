@@ -14,6 +14,7 @@ from kvmem.llama.context cimport Context
 
 from kvmem.kv.layout import KvLayout, LayerLayout, RopeSpec
 from kvmem.llama import log
+from kvmem.llama.state import is_state_valid
 
 __all__ = ["LlamaPort"]
 
@@ -164,16 +165,12 @@ cdef class LlamaPort(DevicePort):
         return a.kvmem_is_hybrid(self.context.memory()) != 0
 
     @property
-    def is_recurrent_valid(self):
-        """Whether the recurrent state, if any, is that of tokens decoded to their end."""
-        return a.kvmem_recurrent_valid(self.context.memory()) != 0
-
-    @property
     def recurrent_pos(self):
         """Position of the last token that the recurrent state has seen; -1 for none, None where the
         state is not usable.
         """
-        return a.kvmem_recurrent_pos(self.context.memory()) if self.is_recurrent_valid else None
+        cdef a.kvmem_memory *memory = self.context.memory()
+        return a.kvmem_recurrent_pos(memory) if is_state_valid(self.context) else None
 
     @property
     def transfer(self):
@@ -227,6 +224,11 @@ cdef class LlamaPort(DevicePort):
         cdef size_t recurrent = 0
         a.kvmem_memory_bytes(self.context.memory(), &attention, &recurrent)
         return attention, recurrent
+
+    @property
+    def rollback_bytes(self):
+        """What of the recurrent state on the devices is there so that drafts can be taken back."""
+        return a.kvmem_rollback_bytes(self.context.memory())
 
 
 cdef int _check(int status) except -1:
