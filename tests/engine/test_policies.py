@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from agents import Message, generate, render
 from engines import ask, random_tokens, record
 from handset import fact
 
@@ -13,6 +14,7 @@ from kvmem.config import MemoryConfig
 from kvmem.engine.events import PromptProgress
 from kvmem.engine.passage import Passage
 from kvmem.engine.reading import PromptReader
+from kvmem.engine.retrieve import QueryTap
 from kvmem.errors import ConfigError
 from kvmem.kv.query import Query
 
@@ -171,6 +173,52 @@ def test_a_reminder_in_the_place_of_the_question_costs_it_nothing(
         assert report.decision == "cached_query"
         assert report.replayed_tokens == 0
         recorded.memory.check(recorded.session.conversations.parked)  # type: ignore[union-attr]
+
+
+@kinds
+@pytest.mark.parametrize("n_before", [100, 600], ids=["all in sight", "beyond the budget"])
+def test_a_question_that_a_reminder_stood_behind_is_known(
+    n_before: int, kind: str, tiny: Callable[..., Path]
+) -> None:
+    """It was read as the last user message but one, and is the last once the reminder is gone."""
+    with record(tiny(kind), conversations=4) as recorded:
+        history = [Message("system", LONG[:n_before]), Message("user", random_tokens(30, 2))]
+        reminder = Message("user", random_tokens(20, 3))
+        reply = generate(recorded.session, render([*history, reminder]))
+        assert reply.stats.memory.decision != "replay_skipped"
+        for seed in range(3):
+            history += [
+                Message("assistant", reply.tokens),
+                Message("tool", random_tokens(90, seed)),
+            ]
+            reply = generate(recorded.session, render(history))
+            report = reply.stats.memory
+            assert report.decision in ("all_resident", "cached_query"), report.reason
+            assert report.replayed_tokens == 0
+        assert report.decision == "cached_query"
+        recorded.memory.check(recorded.session.conversations.parked)  # type: ignore[union-attr]
+
+
+def test_the_q_of_several_messages_is_that_of_each(tiny_llama: Path) -> None:
+    """Read in one pass, and each on its own."""
+    spans = [(100, 130), (300, 304), (600, 640)]
+    with record(tiny_llama, budget_tokens=2048) as recorded:
+        memory = recorded.memory
+        tokens = np.array(LONG, np.int32)
+        with QueryTap(memory, tokens, *(range(*span) for span in spans)) as tap:
+            memory.read(tokens)
+            together = tap.finish()
+        recorded.session.truncate(0)
+        for query, span in zip(together, spans, strict=True):
+            with QueryTap(memory, tokens, range(*span)) as tap:
+                memory.read(tokens)
+                [alone] = tap.finish()
+            recorded.session.truncate(0)
+            np.testing.assert_array_equal(query.tokens, tokens[slice(*span)])
+            assert query.layers.keys() == alone.layers.keys()
+            for layer, rows in alone.layers.items():
+                assert len(rows) == min(16, span[1] - span[0])
+                np.testing.assert_array_equal(query.layers[layer], rows)
 
 
 @kinds

@@ -19,11 +19,8 @@ static int find_tapped_layer(const kvmem_memory * memory, const ggml_tensor * no
 static bool tap_callback(ggml_tensor * node, bool ask, void * user_data) {
     auto *    memory = (kvmem_memory *) user_data;
     const int layer  = find_tapped_layer(memory, node);
-    if (ask) {
-        return layer >= 0;
-    }
     if (layer < 0) {
-        return true;
+        return !ask;
     }
     auto & tap = memory->tap;
 
@@ -36,6 +33,14 @@ static bool tap_callback(ggml_tensor * node, bool ask, void * user_data) {
 
     auto & n_seen = tap.n_seen[at];
     auto & n_read = tap.n_read[at];
+    if (ask) {
+        // each node is asked about once; a yes ends the graph there, so it has to be worth that
+        if (n_read < tap.rows.size() && tap.rows[n_read] < n_seen + n_tokens) {
+            return true;
+        }
+        n_seen += n_tokens;
+        return false;
+    }
     while (n_read < tap.rows.size() && tap.rows[n_read] < n_seen + n_tokens) {
         float *      out = tap.out[at] + n_read * n_head * head_dim;
         const size_t row = (size_t) (tap.rows[n_read] - n_seen) * q->nb[1];

@@ -3,14 +3,14 @@
 docs/memory.md, "The life of a question", has the decisions in order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmem.engine.conversation import Question, Window
+from kvmem.engine.conversation import MAX_KNOWN, Question, Window
 from kvmem.engine.events import PromptProgress
 from kvmem.engine.marks import Marks, find_marks
 from kvmem.engine.memory import TieredMemory
@@ -72,7 +72,7 @@ class PromptReader:
         if memory.query_replay == "legacy" and memory.scorer != "recency":
             yield from self._read_twice(passage, prompt)
         elif is_short:
-            yield from self._read_all(passage, span)
+            yield from self._read_all(passage, self._may_ask(prompt))
         elif is_repeated:
             yield from self._keep_window(passage)
         elif memory.scorer == "recency":
@@ -81,7 +81,7 @@ class PromptReader:
         elif self._is_known(span, tokens, shared):
             yield from self._read_below_question(passage)
         elif span is not None and memory.n_tokens < span.stop <= passage.tail_start(0):
-            yield from self._read_question_early(passage, span)
+            yield from self._read_question_early(passage, self._may_ask(prompt))
         else:
             yield from self._read_twice(passage, prompt)
         resident = memory.working_set.resident()
@@ -126,20 +126,38 @@ class PromptReader:
         since = np.arange(min(window.n_blocks, working_set.n_blocks), working_set.n_blocks)
         return bool(np.isin(np.concatenate([wanted, since]), working_set.resident()).all())
 
+    def _may_ask(self, prompt: Prompt) -> tuple[Span, ...]:
+        """The user messages whose Q is kept: the question, and those before it, which are the
+        question once what stands behind them is taken back, as agents do with reminders.
+        """
+        question = prompt.query_span
+        if question is None or self._memory.query_policy != "user":
+            return ()
+        before = [
+            item.span
+            for item in prompt.spans
+            if item.role == "user" and len(item.span) and item.span.stop <= question.start
+        ]
+        return (*before[1 - MAX_KNOWN :], question)
+
     @contextmanager
-    def _noting(self, passage: Passage, span: Span | None) -> Iterator[None]:
-        """Learn the Q of the question where it is decoded inside, for what is asked below it."""
+    def _noting(self, passage: Passage, spans: Sequence[Span]) -> Iterator[None]:
+        """Learn the Q of these messages where they are decoded inside, for what is asked below
+        them. The last one is what is asked now.
+        """
         n_tokens = self._memory.n_tokens
-        if span is None or span.stop <= n_tokens or not self._memory.may_overflow:
+        unread = [span for span in spans if span.stop > n_tokens]
+        if not unread or not self._memory.may_overflow:
             yield
             return
-        content = range(max(span.start, n_tokens), span.stop)
-        with QueryTap(self._memory, passage.tokens, content) as tap:
+        contents = [range(max(span.start, n_tokens), span.stop) for span in unread]
+        with QueryTap(self._memory, passage.tokens, *contents) as tap:
             try:
                 yield
             finally:  # also after a cancel behind the question
                 if tap.is_complete:
-                    self._learn(tap.finish(), passage, span)
+                    for query, span in zip(tap.finish(), unread, strict=True):
+                        self._learn(query, passage, span)
 
     def _learn(self, query: Query, passage: Passage, span: Span) -> None:
         prefix = passage.tokens[: span.stop].copy()
@@ -147,9 +165,9 @@ class PromptReader:
 
     # The decisions: each reads the prompt to its end. The first three choose nothing.
 
-    def _read_all(self, passage: Passage, span: Span | None) -> Iterator[PromptProgress]:
+    def _read_all(self, passage: Passage, spans: Sequence[Span]) -> Iterator[PromptProgress]:
         passage.apply(np.arange(self._memory.working_set.n_blocks, dtype=np.int32))
-        with self._noting(passage, span):
+        with self._noting(passage, spans):
             yield from passage.read_to(len(passage.tokens))
         passage.decide("all_resident", "the whole history fits in the budget")
 
@@ -199,7 +217,7 @@ class PromptReader:
         stop = n_total if opening is None else max(start + 1, opening)
         with QueryTap(memory, passage.tokens, range(start, stop)) as tap:
             yield from passage.read_to(stop, phase="query_s", seal=False)
-            query = question.join(tap.finish())
+            query = question.join(tap.finish()[0])
         selection = passage.choose(query, start, keep_from=tail)
         if np.isin(selection, memory.working_set.resident()).all():
             passage.decide("cached_query", "its end asked for nothing that the question had not")
@@ -217,10 +235,12 @@ class PromptReader:
                 "query_replay", f"query: the question and the last {n_total - start} tokens"
             )
 
-    def _read_question_early(self, passage: Passage, span: Span) -> Iterator[PromptProgress]:
+    def _read_question_early(
+        self, passage: Passage, spans: Sequence[Span]
+    ) -> Iterator[PromptProgress]:
         """The question stands before the part that would be read twice: once is enough."""
         tail = passage.tail_start(self._memory.n_tokens)
-        with self._noting(passage, span):
+        with self._noting(passage, spans):
             yield from passage.read_to(tail)
         assert self._question is not None
         passage.apply(passage.choose(self._question.query, tail))
@@ -238,7 +258,8 @@ class PromptReader:
             if memory.is_hybrid and passage.marks.question is not None:
                 begin = max(memory.n_tokens, passage.marks.question)
         start = passage.tail_start(begin)
-        yield from passage.read_to(min(start, content.start))
+        with self._noting(passage, self._may_ask(prompt)[:-1]):
+            yield from passage.read_to(min(start, content.start))
         with QueryTap(memory, passage.tokens, content) as tap:
             yield from passage.read_to(start)
             memory.save_checkpoint()
@@ -249,7 +270,7 @@ class PromptReader:
                 is_legacy = memory.query_replay == "legacy"
                 stop = n_total if is_legacy else passage.first_pass_end(content.stop)
                 yield from passage.read_to(stop, phase="query_s", seal=False)
-                query = tap.finish()
+                query = tap.finish()[0]
                 yield from self._choose_again(passage, query, start, why)
             except BaseException:
                 memory.settle()

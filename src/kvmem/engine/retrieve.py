@@ -30,15 +30,17 @@ EMPTY = np.empty((0, 0, 0), np.float32)
 class QueryTap:
     """Reads Q of chosen tokens while they are decoded, in any number of calls.
 
-    tokens: the whole prompt; content: indices of the tokens that ask, ascending, none of them
-    decoded yet. They are thinned evenly. Use it as a context, and `finish` inside.
+    tokens: the whole prompt. contents: of each query the indices of the tokens that ask; all of
+    them ascend, and none is decoded yet. They are thinned evenly. Use it as a context, and `finish`
+    inside.
     """
 
-    def __init__(self, memory: TieredMemory, tokens: I32, content: Sequence[int]) -> None:
+    def __init__(self, memory: TieredMemory, tokens: I32, *contents: Sequence[int]) -> None:
         self._memory = memory
-        asked = np.asarray(content, np.int32)
-        self._rows = asked[pick_evenly(len(asked), MAX_ROWS)]
-        self._words = tokens[asked]
+        asked = [np.asarray(content, np.int32) for content in contents]
+        self._parts = [one[pick_evenly(len(one), MAX_ROWS)] for one in asked]
+        self._rows = np.concatenate(self._parts)
+        self._words = [tokens[one] for one in asked]
         self._layers = np.array(sorted({pair.layer for pair in memory.summaries.pairs}), np.int32)
         self._is_open = False
 
@@ -65,16 +67,24 @@ class QueryTap:
         """Whether all of the tokens are decoded."""
         return self._memory.n_tokens > int(self._rows[-1])
 
-    def finish(self) -> Query:
-        """The query. Raises StateError if a token was not decoded."""
-        memory = self._memory
+    def finish(self) -> list[Query]:
+        """The queries. Raises StateError if a token was not decoded."""
         self._is_open = False
-        tapped = memory.port.end_tap()
+        tapped = self._memory.port.end_tap()
+        borders = np.cumsum([len(rows) for rows in self._parts])[:-1]
+        by_query = zip(*(np.split(rows, borders) for rows in tapped), strict=True)
+        return [
+            self._query(list(layers), rows, words)
+            for layers, rows, words in zip(by_query, self._parts, self._words, strict=True)
+        ]
+
+    def _query(self, tapped: list[NDArray[np.float32]], rows: I32, words: I32) -> Query:
+        memory = self._memory
         by_layer: list[NDArray[np.float32]] = [EMPTY] * len(memory.layout.layers)
-        for i, layer in enumerate(self._layers):
-            by_layer[layer] = tapped[i]
-        pos = np.ascontiguousarray(memory.working_set.pos[self._rows])
-        return Query.from_tap(memory.layout, memory.summaries.pairs, by_layer, pos, self._words)
+        for layer, read in zip(self._layers, tapped, strict=True):
+            by_layer[layer] = read
+        pos = np.ascontiguousarray(memory.working_set.pos[rows])
+        return Query.from_tap(memory.layout, memory.summaries.pairs, by_layer, pos, words)
 
 
 def read_query(
@@ -92,7 +102,7 @@ def read_query(
     whole = np.concatenate([memory.tokens, tokens])
     with QueryTap(memory, whole, [start + index for index in content]) as tap:
         memory.read(tokens, outputs=outputs, cancel=cancel, seal=False)
-        return tap.finish()
+        return tap.finish()[0]
 
 
 def score(memory: TieredMemory, query: Query | None, scorer: str = DEFAULT_SCORER) -> Scores:
