@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from agents import Agent, Message, Tokens, generate, render, require_tie_in_sight
-from engines import make_config, record
+from engines import make_config, random_tokens, record
 from stock import require_tie
 
 from kvmem.engine.conversations import common_prefix
@@ -116,6 +116,33 @@ def play_all(path: Path, seeds: range, n_turns: int, budget: int, n_drafts: int 
             f"{reading.read / n_turns:.0f} read a turn, at most {reading.longest_gap} beside them"
         )
         assert reading.read < reading.new + 3 * n_turns
+
+
+def test_a_chain_that_is_read_whole_is_gone_back_to_its_question(
+    tiny_qwen35: Path,
+) -> None:
+    """No turn of it was a request of its own: a history that is loaded, or whose conversation left.
+    The next question drops the thinking of the whole chain.
+    """
+
+    def text(n: int, seed: int) -> Tokens:
+        return random_tokens(n, seed)
+
+    chain = [Message("system", text(100, 1)), Message("user", text(30, 2))]
+    for seed in range(3, 9, 3):
+        chain += [
+            Message("assistant", text(20, seed), thinking=text(30, seed + 1)),
+            Message("tool", text(400, seed + 2)),
+        ]
+    with record(tiny_qwen35, **SIZES, budget_tokens=ENOUGH) as recorded:
+        prompt = render(chain)
+        reply = generate(recorded.session, prompt)
+        assert prompt.query_span is not None
+        assert prompt.query_span.stop in reply.stats.memory.checkpoints
+        chain += [Message("assistant", reply.tokens), Message("user", text(20, 9))]
+        after = generate(recorded.session, render(chain))
+        assert after.stats.cached_tokens == prompt.query_span.stop
+        recorded.memory.check(recorded.session.conversations.parked)  # type: ignore[union-attr]
 
 
 TRIALS = [("qwen35", ENOUGH, 0), ("qwen35", LITTLE, 0), ("qwen35_mtp", ENOUGH, 3)]

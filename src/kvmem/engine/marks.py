@@ -43,6 +43,8 @@ def find_marks(prompt: Prompt, *, shared: int) -> Marks:
     - Where this prompt leaves the one before: agents change the end of a prompt again and again.
     - The end of the message before the question, rather than the question's first token: its role
       may change, too, and the role stands in front.
+    - The end of the question: what follows it, a chain of tools, is written anew once the next
+      question comes. It is the end of the last message, but where a chain is read whole.
     - The last part of the last message, where it has several: a reminder that is replaced.
     - The end of the last message. The generation prompt behind it is another one when the reply
       comes back as history: a template may open a thinking block there, and drop it later.
@@ -59,7 +61,7 @@ def find_marks(prompt: Prompt, *, shared: int) -> Marks:
     if prompt.query_span is not None:
         start = prompt.query_span.start
         question = max((end for end in before if end <= start), default=start)
-        points.add(question)
+        points |= {question, prompt.query_span.stop}
     opening = generation_start(prompt)
     points.add(opening)
     if prompt.last_part is not None:
