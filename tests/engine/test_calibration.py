@@ -118,6 +118,13 @@ def test_scores_that_need_all_pairs_get_them(model: Path) -> None:
     made_for(model).save(beside(model))
     assert find(config_for(model, scorer="cosine")).calibration is None
     assert find(config_for(model, scorer="heads")).calibration == made_for(model)
+    with record(model, scorer="mass") as recorded:
+        recorded.engine.use_calibration(Found(made_for(model), "a test"))
+        memory = recorded.memory
+        assert memory.summaries.pairs == memory.layout.pairs()
+        assert (
+            str(memory.scoring) == f"{len(memory.layout.pairs())} pairs (uncalibrated), slices of 8"
+        )
 
 
 def test_pairs_that_the_model_has_not_are_named(model: Path) -> None:

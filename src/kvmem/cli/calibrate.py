@@ -66,7 +66,7 @@ def calibrate_model(
     else:
         print(_table(found))
     if path is None:
-        print("not stored: all pairs together find more on this model", file=sys.stderr)
+        print("not stored: what scores without it finds more on this model", file=sys.stderr)
         return 1
     print(f"stored in {path}", file=sys.stderr)
     return 0
@@ -82,7 +82,7 @@ def calibrate_missing(config: EngineConfig) -> None:
     if found.is_better:
         print(f"stored in {store(spec, found.calibration)}", file=sys.stderr)
     else:
-        print("not stored: all pairs together find more on this model", file=sys.stderr)
+        print("not stored: what scores without it finds more on this model", file=sys.stderr)
 
 
 def _table(found: Calibrated) -> str:

@@ -139,7 +139,7 @@ class EngineOptions:
         str,
         flag("--kvmem-calibration", env="KVMEM_CALIBRATION", panel=MEMORY_PANEL,
               help="Which attention heads score: auto for what kvmem calibrate found for this "
-              "model, off for all of them, or a file that it wrote."),
+              "model, off for the middle half of the layers, or a file that it wrote."),
     ] = "auto"  # fmt: skip
     query_replay: Annotated[
         QueryReplay,

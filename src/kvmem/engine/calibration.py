@@ -32,15 +32,16 @@ __all__ = [
 
 FORMAT: Final = "kvmem calibration 1"
 CALIBRATED_SCORERS: Final = ("fused", "heads")
-"""Those that pairs are picked for; `mass` and `cosine` stand for methods that use all of them."""
+"""Those that pairs are picked for."""
 ALL_PAIRS_SCORERS: Final = ("mass", "cosine")
+"""These stand for methods that use all pairs, and get them, whatever was calibrated."""
 ALL_PAIRS_SLICE_TOKENS: Final = 8
 
 SLICE_TOKENS: Final = 4
 """Of chosen pairs. Without a calibration half of the pairs in these slices take the bytes of all
 pairs in slices of 8, and find more (docs/retrieval.md)."""
 FEW_LAYERS: Final = 8
-"""Below this many layers with attention all of them score."""
+"""Below this many layers with attention all of them score, in twice those bytes."""
 
 _log = logging.getLogger(__name__)
 
@@ -132,14 +133,15 @@ class Scoring(NamedTuple):
 def scoring(
     layout: KvLayout, calibration: Calibration | None, scorer: str = DEFAULT_SCORER
 ) -> Scoring:
-    """The pairs of a layout that score. Raises ConfigError: the calibration names others.
+    """The pairs of a layout with which a scorer scores. Raises ConfigError: the calibration names
+    others.
 
     Without a calibration these are the pairs of the middle half of the layers: heads that look up
     what was told are rare in the first and in the last ones.
     """
+    if scorer in ALL_PAIRS_SCORERS:
+        return Scoring(layout.pairs(), ALL_PAIRS_SLICE_TOKENS, False)
     if calibration is None:
-        if scorer in ALL_PAIRS_SCORERS:
-            return Scoring(layout.pairs(), ALL_PAIRS_SLICE_TOKENS, False)
         n_layers = len(layout.layers)
         skipped = n_layers // 4 if n_layers >= FEW_LAYERS else 0
         middle = range(skipped, n_layers - skipped)
