@@ -4,13 +4,18 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import pytest
+from chats import WHOLE, Chat
 from engines import ENDLESS, ask, make_config, random_tokens, record
 
+from kvmem.engine import decode, memory, session
+from kvmem.engine.checkpoint import Checkpoints
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Done, PromptProgress, TokenEvent
+from kvmem.engine.index import BlockIndex
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams
 from kvmem.errors import ContextLengthError, RequestError
@@ -152,6 +157,35 @@ def test_phases_add_up_to_the_wall_time(
             # the rest is bookkeeping: no phase is forgotten
             assert stats.memory.times.other_s < 0.2 * total_s + 0.01
             assert stats.decode_s >= stats.memory.times.decode_s
+
+
+def test_what_a_switch_stores_is_counted_once(
+    tiny_qwen35: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on only while blocks or states are stored, a second each time."""
+    now_s = 0.0
+
+    def slow(action: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*args: Any) -> Any:
+            nonlocal now_s
+            now_s += 1
+            return action(*args)
+
+        return act
+
+    for module in (decode, memory, session):
+        monkeypatch.setattr(module, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(Checkpoints, "save", slow(Checkpoints.save))
+    monkeypatch.setattr(BlockIndex, "add_sealed", slow(BlockIndex.add_sealed))
+    with record(tiny_qwen35, **WHOLE) as recorded:
+        one, other = Chat(random_tokens(150, 1)), Chat(random_tokens(150, 1))
+        one.ask(recorded.session, random_tokens(50, 2))
+        for chat, use in ((other, "branched"), (one, "switched")):
+            stats = chat.ask(recorded.session, random_tokens(50, 3)).stats
+            times = stats.memory.times
+            assert stats.memory.conversation_use == use
+            assert (times.switch_s, times.other_s) == (0, 0)
+            assert times.store_s + times.checkpoint_s == stats.prompt_s + stats.decode_s > 2
 
 
 def test_a_cancelled_reply_reports_both_parts(tiny_llama: Path) -> None:

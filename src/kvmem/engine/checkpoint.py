@@ -131,7 +131,11 @@ class Checkpoints:
         least: how many stay, the newest among them. Returns False, and drops none, where that would
         give nothing back: another history holds them, too.
         """
-        if not self._spare and not self._spare_one(least):
+        return self.give_back_spare() or (self._spare_one(least) and self.give_back_spare())
+
+    def give_back_spare(self) -> bool:
+        """Give the memory of a dropped one back, which no history holds; False if there is none."""
+        if not self._spare:
             return False
         self._spare.pop().charge.release()
         return True
@@ -171,8 +175,8 @@ class Checkpoints:
     def clear(self) -> None:
         """Forget all, and give their memory back."""
         self.drop_after(-1)
-        while self._spare:
-            self._spare.pop().charge.release()
+        while self.give_back_spare():
+            pass
 
     def _take_buffer(self, n_bytes: int) -> StateBuffer | None:
         """A buffer of this size that is charged, or None."""

@@ -4,7 +4,6 @@ docs/memory.md, "Conversations", has the rules.
 """
 
 from dataclasses import dataclass
-from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +77,6 @@ class Conversations:
 
         Raises CapacityError, TransferError: every conversation is whole, or gone.
         """
-        started = perf_counter()
         memory = self._memory
         self._clock += 1
         best, shared, kept = self._find(prompt, tokens)
@@ -104,7 +102,6 @@ class Conversations:
         report.conversation = active.number
         report.conversation_use = use
         report.n_conversations = len(self)
-        report.times.switch_s += perf_counter() - started
         return shared
 
     def settle(self) -> None:
@@ -335,7 +332,9 @@ class Conversations:
         """From now on there are several: what they may take together holds."""
         memory = self._memory
         while memory.host.used > self._limit_bytes:
-            if not self._evict() and not memory.checkpoints.give_way():
+            if memory.checkpoints.give_back_spare() or self._make_room():
+                continue
+            if not memory.checkpoints.give_way():
                 memory.note(
                     f"a conversation of {memory.n_tokens} tokens takes more than "
                     f"{self._limit_bytes} bytes: it cannot be kept beside another"

@@ -149,6 +149,8 @@ class Engine:
         no room for both sets of summaries; the old ones stay in use.
         """
         with self._turns.take():
+            if self._session is not None:
+                self._session.settle()
             self.tiered.use_calibration(found.calibration)
             self.calibration = found
 

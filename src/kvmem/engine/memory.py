@@ -385,15 +385,15 @@ class TieredMemory:
             self.store_s += perf_counter() - started
 
     def with_room(self, action: Callable[[], T]) -> T:
-        """Do this; where the host limit forbids it, let others go one by one: first conversations
-        that were not used for long, then checkpoints, which save time where the rest cannot be had
-        again.
+        """Do this; where the host limit forbids it, let others go one by one: first states that
+        nobody needs, then conversations that were not used for long, then checkpoints, which save
+        time where the rest cannot be had again.
         """
         while True:
             try:
                 return action()
             except HostCapacityError:
-                if self.make_room_on_host():
+                if self.checkpoints.give_back_spare() or self.make_room_on_host():
                     continue
                 if not self.checkpoints.give_way():
                     raise

@@ -94,11 +94,17 @@ class Session:
         """The memory for this thread alone, and whole: what was broken off before is undone."""
         with self._turns.take():
             memory = self.memory
-            if self._conversations is None:
-                memory.settle()
-            else:
-                self._conversations.settle()
+            self.settle()
             yield memory
+
+    def settle(self) -> None:
+        """Undo what an interrupt has left half done; nothing where all is whole. For the one whose
+        turn it is.
+        """
+        if self._conversations is None:
+            self._memory.settle()
+        else:
+            self._conversations.settle()
 
     @property
     def n_tokens(self) -> int:
@@ -142,9 +148,10 @@ class Session:
         self, prompt: Prompt, tokens: I32, params: GenerateParams, cancel: CancelToken | None
     ) -> Generator[Event, None, None]:
         with (
-            self._turn() as memory,
+            self._turns.take(),
             Sampler(self._vocab.model, params.sampling.as_dict()) as sampler,
         ):
+            memory = self.memory
             started = perf_counter()
             if isinstance(memory, TieredMemory):
                 memory.begin_request()
@@ -185,14 +192,21 @@ class Session:
             yield Done(reason, stats)
 
     def _enter(self, prompt: Prompt, tokens: I32, report: MemoryReport) -> int:
-        """Make the memory hold what the prompt begins with; returns what it had in common."""
-        if self._conversations is not None:
-            return self._conversations.enter(prompt, tokens, report)
-        shared = min(common_prefix(self.memory.tokens, tokens), len(tokens) - 1)
-        if prompt.is_read_anew:
-            shared = 0
-        self.memory.truncate(shared)
-        return shared
+        """Make the memory hold what the prompt begins with; returns what it had in common.
+
+        What was broken off before is undone first: what that takes, and what is to be said of it,
+        belongs to this request.
+        """
+        memory = self.memory
+        with report.times.measure("switch_s", memory.clock):
+            self.settle()
+            if self._conversations is not None:
+                return self._conversations.enter(prompt, tokens, report)
+            shared = min(common_prefix(memory.tokens, tokens), len(tokens) - 1)
+            if prompt.is_read_anew:
+                shared = 0
+            memory.truncate(shared)
+            return shared
 
     @property
     def conversations(self) -> Conversations | None:
@@ -275,14 +289,15 @@ class Session:
         self, scores: Scores, *, budget_blocks: int | None = None, pins: Sequence[int] = ()
     ) -> I32:
         """The blocks to hold for these scores: int32, ascending."""
-        memory = self.tiered
-        return retrieve.choose(
-            memory,
-            scores,
-            n_blocks=memory.working_set.n_blocks,
-            budget_blocks=memory.budget_blocks if budget_blocks is None else budget_blocks,
-            pins=pins,
-        )
+        with self._turn():
+            memory = self.tiered
+            return retrieve.choose(
+                memory,
+                scores,
+                n_blocks=memory.working_set.n_blocks,
+                budget_blocks=memory.budget_blocks if budget_blocks is None else budget_blocks,
+                pins=pins,
+            )
 
     def apply(self, selection: Sequence[int] | I32) -> MemoryReport:
         """Make exactly these blocks resident; the newest must be among them. Returns what moved."""
@@ -320,6 +335,6 @@ class Session:
                         memory.decode(batch, outputs=list(wanted))
                     rows += [memory.context.logits(i) for i in wanted]
             finally:
+                memory.settle()  # first: a batch that was broken off may still be prepared
                 memory.truncate(start)
-                memory.settle()
         return np.stack(rows)
