@@ -90,10 +90,15 @@ class Session:
         return memory
 
     @contextmanager
-    def _turn(self) -> Iterator[Memory]:
-        """The memory for this thread alone, and whole: what was broken off before is undone."""
+    def _alone(self) -> Iterator[Memory]:
+        """The memory for this thread alone, as the last use has left it."""
         with self._turns.take():
-            memory = self.memory
+            yield self.memory
+
+    @contextmanager
+    def _turn(self) -> Iterator[Memory]:
+        """The same, and whole: what was broken off before is undone."""
+        with self._alone() as memory:
             self.settle()
             yield memory
 
@@ -148,10 +153,9 @@ class Session:
         self, prompt: Prompt, tokens: I32, params: GenerateParams, cancel: CancelToken | None
     ) -> Generator[Event, None, None]:
         with (
-            self._turns.take(),
+            self._alone() as memory,
             Sampler(self._vocab.model, params.sampling.as_dict()) as sampler,
         ):
-            memory = self.memory
             started = perf_counter()
             if isinstance(memory, TieredMemory):
                 memory.begin_request()
