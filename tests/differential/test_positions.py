@@ -16,6 +16,7 @@ from stock import largest_difference, replay, stock_context
 from kvmem.engine.events import TokenEvent
 from kvmem.engine.memory import TieredMemory
 from kvmem.engine.prompt import Prompt, positions_behind, text_positions
+from kvmem.engine.room import make_room
 from kvmem.engine.sampling import GenerateParams
 
 EXACT: dict[str, Any] = {"ordered": True, "type_k": "f16", "type_v": "f16", "n_drafts": 3}
@@ -30,7 +31,7 @@ def read_with_jumps(memory: TieredMemory) -> None:
     for n, jump in JUMPS:
         tokens = np.array(HISTORY[start : start + n], np.int32)
         working_set = memory.working_set
-        memory.make_room(n)
+        make_room(memory, n)
         cells = working_set.prepare(n)
         pos = positions_behind(working_set.pos, n)
         pos[:, :3] += jump

@@ -21,6 +21,7 @@ import numpy as np
 from engines import N_PLAIN_TOKENS, make_config
 from kvmem.engine.engine import Engine
 from kvmem.engine.memory import TieredMemory
+from kvmem.engine.room import make_reply_room
 
 counter = ctypes.CDLL(None)
 
@@ -38,7 +39,7 @@ def decode(memory, n):
     for i in range(n):
         step[0] = i % N_PLAIN_TOKENS
         if isinstance(memory, TieredMemory):
-            memory.make_reply_room(first)
+            make_reply_room(memory, first)
             memory.decode(step, reply=True)
         else:
             memory.decode(step)

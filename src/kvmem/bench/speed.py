@@ -30,6 +30,7 @@ from kvmem.engine.engine import Engine
 from kvmem.engine.events import Done
 from kvmem.engine.memory import TieredMemory
 from kvmem.engine.prompt import Prompt, RoleSpan, Span, Tokens
+from kvmem.engine.room import make_reply_room
 from kvmem.engine.sampling import GenerateParams, SamplingParams
 from kvmem.engine.session import Session
 from kvmem.engine.stats import RequestStats
@@ -354,7 +355,7 @@ class _Tiered:
         first_own = memory.n_blocks_of(self._n_history)
         started = perf_counter()
         for token in tokens:
-            memory.make_reply_room(first_own)
+            make_reply_room(memory, first_own)
             memory.decode(np.array([token], np.int32), reply=True)
             if memory.n_tokens % memory.block_tokens == 0:
                 memory.seal()

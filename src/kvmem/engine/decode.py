@@ -13,6 +13,7 @@ from kvmem.engine.draft import Drafter
 from kvmem.engine.events import Event, StopReason, TokenEvent
 from kvmem.engine.logprobs import token_chances, token_logprobs
 from kvmem.engine.memory import Memory, TieredMemory
+from kvmem.engine.room import make_reply_room
 from kvmem.engine.sampling import GenerateParams
 from kvmem.engine.stats import RequestStats
 from kvmem.engine.verify import Verification
@@ -140,7 +141,7 @@ class _Reply:
             self._drafter.worth.count(1, 0, perf_counter() - started)
 
     def _make_room(self, memory: TieredMemory) -> None:
-        self._stats.memory.reply_blocks_evicted += memory.make_reply_room(self.from_block)
+        self._stats.memory.reply_blocks_evicted += make_reply_room(memory, self.from_block)
 
     @staticmethod
     def _seal(memory: TieredMemory, n_before: int) -> None:

@@ -21,6 +21,7 @@ from kvmem.engine.draft import Drafter
 from kvmem.engine.index import BlockIndex
 from kvmem.engine.plain import Outputs, PlainMemory
 from kvmem.engine.prompt import positions_behind
+from kvmem.engine.room import make_room
 from kvmem.errors import Cancelled, CapacityError, HostCapacityError, StateError
 from kvmem.kv.budget import HostBudget
 from kvmem.kv.history import History
@@ -295,13 +296,13 @@ class TieredMemory:
         budget is full.
 
         outputs holds for the last chunk. seal: store completed blocks as they fill. keep: nothing
-        leaves, and the tokens may take a part of the reserve (see `room_beside_reply`).
+        leaves, and the tokens may take a part of the reserve (see room_beside_reply).
         """
         done = 0
         while done < len(tokens):
             n = self.chunk_end(self.n_tokens, self.n_tokens + len(tokens) - done) - self.n_tokens
             if not keep:
-                self.make_room(n)
+                make_room(self, n)
             self.decode(
                 tokens[done : done + n],
                 outputs=outputs if done + n == len(tokens) else "none",
@@ -332,42 +333,6 @@ class TieredMemory:
     def may_overflow(self) -> bool:
         """Whether a history can become longer than the budget."""
         return self.n_blocks_of(self.sizes.workspace_tokens) > self.budget_blocks
-
-    def room_beside_reply(self) -> int:
-        """Tokens that fit with nothing leaving and half of the reserve left to the reply."""
-        half = -(-self.sizes.n_reserve_blocks // 2) * self.block_tokens
-        ws = self.working_set
-        return max(ws.room(), ws.room(reply=True) - half)
-
-    def make_room(self, n_tokens: int) -> None:
-        """Let the oldest blocks behind the sink leave until n_tokens fit in the budget."""
-        ws = self.working_set
-        if ws.room() >= n_tokens:
-            return
-        n_new = self.n_blocks_of(ws.n_tokens + n_tokens) - ws.n_blocks
-        n_keep = self.budget_blocks - n_new
-        resident = ws.resident()
-        sink = resident[resident < self.sizes.n_sink_blocks]
-        rest = resident[resident >= self.sizes.n_sink_blocks]
-        kept = np.concatenate([sink, rest[-max(1, n_keep - len(sink)) :]])[-n_keep:]
-        self.seal()
-        ws.apply(kept)
-
-    def make_reply_room(self, reply_from_block: int) -> int:
-        """Let the oldest finished blocks of the reply leave for its next token; how many left."""
-        ws = self.working_set
-        if ws.room(reply=True) >= 1:
-            return 0
-        self.seal()
-        own = range(reply_from_block, ws.n_blocks - 1)
-        # a reserve of one block holds no finished block of the reply: then the oldest of the
-        # history behind the sink
-        first = (
-            reply_from_block if any(ws.is_resident(b) for b in own) else self.sizes.n_sink_blocks
-        )
-        n_left = ws.make_room(1, reply_from_block=first)
-        self.restore_order()
-        return n_left
 
     def try_seal(self) -> None:
         """Store the completed blocks if the host limit allows it: none of them has to leave now."""

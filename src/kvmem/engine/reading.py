@@ -17,6 +17,7 @@ from kvmem.engine.memory import TieredMemory
 from kvmem.engine.passage import Passage
 from kvmem.engine.prompt import Prompt, Span
 from kvmem.engine.retrieve import QueryTap
+from kvmem.engine.room import room_beside_reply
 from kvmem.engine.stats import MemoryReport
 from kvmem.kv.query import Query
 from kvmem.llama.context import CancelToken
@@ -184,7 +185,7 @@ class PromptReader:
         assert self._question is not None
         n_since = memory.n_tokens - self._question.span.stop
         is_stale = n_since > memory.budget_blocks * memory.block_tokens
-        has_room = passage.n_new <= memory.room_beside_reply()
+        has_room = passage.n_new <= room_beside_reply(memory)
         if not is_stale and has_room and self._is_window_whole():
             yield from passage.read_to(len(passage.tokens), keep=True)
             passage.decide("keep_selected", "the same question: its blocks are visible, with room")

@@ -245,12 +245,9 @@ cdef class WorkingSet:
     # tiers
 
     def provide(self):
-        """Get the host memory for the blocks that the prepared tokens will complete.
+        """Get the host memory that seal() will need for the blocks that prepared tokens complete.
 
-        seal() would get it itself. Here it can be had while the device computes.
-
-        Raises:
-            CapacityError: the host limit is reached, and seal() will say so, too.
+        Here it can be had while the device computes. Raises CapacityError, as seal() will.
         """
         cdef int n_complete = (self._table.n_tokens + self.n_pending) // self.block_tokens
         self._store.slabs.provide(n_complete - self._store.n_records)
@@ -258,12 +255,8 @@ cdef class WorkingSet:
     def seal(self):
         """Copy every complete block without a host copy to the host.
 
-        Returns:
-            the blocks that were copied since the last call, also by evict(), apply(), make_room()
-            and truncate(), as a list.
-
-        Raises:
-            CapacityError: the host limit is reached; none of them is copied.
+        Returns a list of the blocks that were copied since the last call, by whatever method.
+        Raises CapacityError, and copies none, if the host limit is reached.
         """
         self._require_idle()
         self._stager.seal_complete()
@@ -322,10 +315,7 @@ cdef class WorkingSet:
     def make_room(self, int n_tokens, *, int reply_from_block):
         """Evict the oldest complete blocks of a reply until room(reply=True) holds n_tokens.
 
-        Returns how many left.
-
-        Raises:
-            CapacityError: that would not be enough; nothing left.
+        Returns how many left. Raises CapacityError, and none leaves, if that is not enough.
         """
         cdef int slot, n = 0
         cdef long long n_short
