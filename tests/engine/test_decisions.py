@@ -167,7 +167,7 @@ def test_a_hybrid_replays_from_the_checkpoint_before_the_question(tiny_qwen35: P
     with record(tiny_qwen35) as recorded:
         memory = ask(recorded.session, LONG, span=SPAN).stats.memory
         assert (memory.decision, memory.reason) == ("query_replay", "query: the last user message")
-        assert (memory.read_tokens, memory.replayed_tokens) == (700, 30)
+        assert (memory.read_tokens, memory.replayed_tokens) == (700, 25)
         assert [call.start for call in recorded.calls].count(670) == 2
         assert 670 in recorded.memory.checkpoints.positions
         recorded.memory.check()

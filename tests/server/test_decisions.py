@@ -103,7 +103,7 @@ CASES = {
     ),
     "a long chain": Case(
         "query_replay", "query: the question and the last 64 tokens", below(700, 200, 200, 90),
-        replayed=(64, 64), moved=True,
+        replayed=(32, 64), moved=True,
     ),
     "a chain that is read whole": Case(
         "early_query", "the question was read on the way, before the part below it",
