@@ -142,6 +142,8 @@ ENFORCED: dict[str, Json] = {
         b={"type": "string", "format": "uuid", "pattern": UUID},
         c={"type": "string", "format": "date-time", "pattern": DATE_TIME},
         d={"type": ["string", "null"], "pattern": "^(?=.*[0-9])[a-z0-9]+$"}),
+    "a pattern that its format does not know": obj(
+        a={"type": "string", "format": "time", "pattern": r"^([01]\d|2[0-3]):[0-5]\d$"}),
     "lengths beside them": obj(
         a={"type": "string", "format": "date", "minLength": 1, "maxLength": 10},
         b={"type": "string", "format": "email", "minLength": 1, "maxLength": 12},

@@ -39,7 +39,7 @@ class Parameters:
     """The arguments of a function.
 
     schema: as llama.cpp is to get it.
-    ranges: rules in place of constants of its grammar (chat.ranges).
+    ranges: rules in place of constants and patterns of its grammar (chat.ranges).
     rules: what each argument that is written as plain text is held to.
     lost: what calls are not held to.
     """

@@ -46,7 +46,7 @@ class NormalSchema:
 
     origins: where each of its references points to in the client's schema.
     patterns: what each of its patterns was written from.
-    ranges: the rules that its grammar is to have in place of some constants (chat.ranges).
+    ranges: the rules that its grammar is to have in place of some constants and patterns.
     contradictions: path and keyword of what no value fits, and why; the schema allows any there.
     unwritten: path and keyword of what stays as it is or is left out, and why.
     """

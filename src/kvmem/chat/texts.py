@@ -56,6 +56,8 @@ class TextWriter:
         try:
             written = self._written(demands)
         except NoText:
+            if "pattern" in node and "format" in node:  # which JSON Schema takes for an annotation
+                return self.plain({k: v for k, v in node.items() if k != "format"}, path)
             return _without_texts(node, kinds)
         except PatternError as error:
             keyword = "pattern" if "pattern" in node else "format"
