@@ -1,12 +1,19 @@
 // Inner loops of scoring and the number formats that summaries use, in plain C that compilers vectorise.
 // Wheels are built for the oldest x86-64, so the loops are cloned per instruction set and the loader
-// picks one (GCC 12 with glibc, or newer; elsewhere the baseline runs).
+// picks one (GCC 12 with glibc, or newer; elsewhere the baseline runs). The products of scoring are
+// written with intrinsics, and kv_best_dot picks.
 #pragma once
 
 #include <float.h>
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define KV_X86
+#include <immintrin.h>
+#endif
 
 // Not under AddressSanitizer: the loader picks before the sanitizer is ready.
 #if defined(__x86_64__) && defined(__GLIBC__) && __GNUC__ >= 12 && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
@@ -17,13 +24,11 @@
 
 #if defined(__GNUC__)
 #define KV_INLINE static inline __attribute__((always_inline)) // into the clones, to be compiled as they are
-#define KV_NOINLINE __attribute__((noinline))
 #else
 #define KV_INLINE static inline
-#define KV_NOINLINE
 #endif
 
-#define KV_LANES 16 // slices side by side in a tile of keys
+#define KV_LANES 32 // slices side by side in a tile of keys
 #define KV_ROWS 6   // query rows that share one pass over a tile: 12 of AVX2's 16 registers hold their sums
 
 KV_INLINE float kv_half_to_float(uint16_t half) {
@@ -90,157 +95,136 @@ KV_INLINE float kv_exp(float x) {
     return x > -87.0f ? p : 0.0f;
 }
 
-// Products of KV_ROWS query rows with the KV_LANES keys of a tile. A function of its own, so that all
-// registers are free for the sums: inlined, AVX2 code spills half of them (290 ms against 207).
-KV_CLONES KV_NOINLINE static void kv_dot_tile(
-        const float * tile, const float * query, int dim, float sums[KV_ROWS][KV_LANES]) {
-    float acc[KV_ROWS][KV_LANES] = { { 0 } };
-    for (int i = 0; i < dim; ++i) {
-#pragma GCC unroll 6
+// Place of dim i of a slice in the keys of a chunk, int8 [tiles][(dim + 1) / 2][KV_LANES][2]: dims go in
+// pairs, since x86 multiplies and adds two in one instruction. The place beside an odd last dim is unused.
+KV_INLINE size_t kv_key_at(int slice, int i, int dim) {
+    const size_t pair = (size_t) (slice / KV_LANES) * ((dim + 1) / 2) + i / 2;
+    return (pair * KV_LANES + slice % KV_LANES) * 2 + i % 2;
+}
+
+// Products of KV_ROWS query rows with the KV_LANES keys of a tile, in integers: exact, so that all
+// versions agree.
+//   keys  int8 [pairs][KV_LANES][2]      query  int16 [pairs][KV_ROWS][2]      sums  int32 [KV_ROWS][KV_LANES]
+typedef void (*kv_dot)(const int8_t * keys, const int16_t * query, int pairs, int32_t * sums);
+
+static void kv_dot_plain(const int8_t * keys, const int16_t * query, int pairs, int32_t * sums) {
+    int32_t acc[KV_ROWS][KV_LANES] = { { 0 } };
+    for (int i = 0; i < pairs; ++i, keys += 2 * KV_LANES, query += 2 * KV_ROWS) {
         for (int row = 0; row < KV_ROWS; ++row) {
-#pragma GCC unroll 1
             for (int lane = 0; lane < KV_LANES; ++lane) {
-                acc[row][lane] += tile[i * KV_LANES + lane] * query[i * KV_ROWS + row];
+                acc[row][lane] += keys[2 * lane] * query[2 * row] + keys[2 * lane + 1] * query[2 * row + 1];
             }
         }
     }
     memcpy(sums, acc, sizeof(acc));
 }
 
-// Whole numbers instead: query rows as int16, whose error of a 65,534th of a row's largest value is far
-// below that of int8 keys. VNNI multiplies and adds 32 of them at once, twice as many as floats. Chosen
-// by hand, as the loader's choice knows no processors by that.
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
-#define KV_VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
-#define KV_VNNI_MAX_DIM 512 // 127 * 32767 * 512 still fits in 32 bits
-
-static int kv_has_vnni(void) {
-    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni");
-}
-
-//   query  f32 [n_groups][dim][KV_ROWS]
-//   out    int16 [n_groups][dim / 2][KV_ROWS][2]      scale  f32 [n_groups * KV_ROWS]
-KV_VNNI static void kv_quantize_rows(const float * query, int dim, int n_groups, int16_t * out, float * scale) {
-    for (int group = 0; group < n_groups; ++group) {
-        const float * rows = query + (size_t) group * dim * KV_ROWS;
-        int16_t *     to   = out + (size_t) group * dim * KV_ROWS;
-        for (int row = 0; row < KV_ROWS; ++row) {
-            float largest = 0;
-            for (int i = 0; i < dim; ++i) {
-                const float size = rows[i * KV_ROWS + row] < 0 ? -rows[i * KV_ROWS + row] : rows[i * KV_ROWS + row];
-                largest          = size > largest ? size : largest;
-            }
-            const float inverse          = largest > 0 ? 32767.0f / largest : 0;
-            scale[group * KV_ROWS + row] = largest / 32767.0f;
-            for (int i = 0; i < dim; ++i) {
-                const float value                         = rows[i * KV_ROWS + row] * inverse;
-                to[((i / 2) * KV_ROWS + row) * 2 + i % 2] = (int16_t) (value < 0 ? value - 0.5f : value + 0.5f);
-            }
-        }
+#ifdef KV_X86
+// Two vectors of keys at a time, widened to int16, and the sums of all rows with both: as many as AVX2's
+// registers hold. GCC finds these instructions only as intrinsics.
+#define KV_DOT(name, isa, vector, half, widen, broadcast, add_products)                                                \
+    __attribute__((target(isa))) static void name(                                                                     \
+            const int8_t * keys, const int16_t * query, int pairs, int32_t * sums) {                                   \
+        enum { LANES = sizeof(vector) / sizeof(int32_t) };                                                             \
+        for (int first = 0; first < KV_LANES; first += 2 * LANES) {                                                    \
+            vector acc[KV_ROWS][2] = { { { 0 } } };                                                                    \
+            for (int i = 0; i < pairs; ++i) {                                                                          \
+                const half * at = (const half *) (keys + ((size_t) i * KV_LANES + first) * 2);                         \
+                const vector a = widen(at[0]), b = widen(at[1]);                                                       \
+                _Pragma("GCC unroll 6") for (int row = 0; row < KV_ROWS; ++row) {                                      \
+                    int32_t two;                                                                                       \
+                    memcpy(&two, query + ((size_t) i * KV_ROWS + row) * 2, sizeof(two));                               \
+                    acc[row][0] = add_products(acc[row][0], a, broadcast(two));                                        \
+                    acc[row][1] = add_products(acc[row][1], b, broadcast(two));                                        \
+                }                                                                                                      \
+            }                                                                                                          \
+            _Pragma("GCC unroll 6") for (int row = 0; row < KV_ROWS; ++row) {                                          \
+                vector * sum = (vector *) (sums + row * KV_LANES + first);                                             \
+                sum[0]       = acc[row][0];                                                                            \
+                sum[1]       = acc[row][1];                                                                            \
+            }                                                                                                          \
+        }                                                                                                              \
     }
-}
 
-// Two tiles of keys at once, so that each row's numbers are loaded once for both.
-//   keys  int8 [2][dim][KV_LANES]      pairs  int16 [2][dim / 2][KV_LANES][2], scratch
-KV_VNNI static void kv_dot_two_tiles(const int8_t * keys, int dim, const int16_t * query, const float * scale,
-        int n_groups, int16_t * pairs, const float * key_scale, float * out, size_t width) {
-    for (int i = 0; i < dim; ++i) { // dim pairs in both tiles together
-        const __m128i even = _mm_loadu_si128((const __m128i *) (keys + (size_t) (2 * i) * KV_LANES));
-        const __m128i odd  = _mm_loadu_si128((const __m128i *) (keys + (size_t) (2 * i + 1) * KV_LANES));
-        const __m256i both = _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
-        _mm512_storeu_si512(pairs + (size_t) i * 2 * KV_LANES, _mm512_cvtepi8_epi16(both));
-    }
-    const int16_t * second = pairs + (size_t) dim * KV_LANES;
-    const __m512    left = _mm512_loadu_ps(key_scale), right = _mm512_loadu_ps(key_scale + KV_LANES);
-    for (int group = 0; group < n_groups; ++group) {
-        const int16_t * rows = query + (size_t) group * dim * KV_ROWS;
-        __m512i         acc[2][KV_ROWS];
-#pragma GCC unroll 6
-        for (int row = 0; row < KV_ROWS; ++row) {
-            acc[0][row] = acc[1][row] = _mm512_setzero_si512();
-        }
-        for (int i = 0; i < dim / 2; ++i) {
-            const __m512i first = _mm512_loadu_si512(pairs + (size_t) i * 2 * KV_LANES);
-            const __m512i next  = _mm512_loadu_si512(second + (size_t) i * 2 * KV_LANES);
-#pragma GCC unroll 6
-            for (int row = 0; row < KV_ROWS; ++row) {
-                int32_t two;
-                memcpy(&two, rows + (size_t) (i * KV_ROWS + row) * 2, sizeof(two));
-                const __m512i asked = _mm512_set1_epi32(two);
-                acc[0][row]         = _mm512_dpwssd_epi32(acc[0][row], first, asked);
-                acc[1][row]         = _mm512_dpwssd_epi32(acc[1][row], next, asked);
-            }
-        }
-#pragma GCC unroll 6
-        for (int row = 0; row < KV_ROWS; ++row) {
-            const __m512 size = _mm512_set1_ps(scale[group * KV_ROWS + row]);
-            float *      to   = out + (size_t) (group * KV_ROWS + row) * width;
-            _mm512_storeu_ps(to, _mm512_mul_ps(_mm512_cvtepi32_ps(acc[0][row]), _mm512_mul_ps(size, left)));
-            _mm512_storeu_ps(to + KV_LANES, _mm512_mul_ps(_mm512_cvtepi32_ps(acc[1][row]), _mm512_mul_ps(size, right)));
-        }
-    }
-}
-#else
-#define KV_VNNI_MAX_DIM 0
+#define KV_MADD_256(sum, a, b) _mm256_add_epi32(sum, _mm256_madd_epi16(a, b))
+#define KV_MADD_512(sum, a, b) _mm512_add_epi32(sum, _mm512_madd_epi16(a, b))
 
-static int kv_has_vnni(void) {
-    return 0;
-}
-
-static void kv_quantize_rows(const float * query, int dim, int n_groups, int16_t * out, float * scale) {
-    (void) query, (void) dim, (void) n_groups, (void) out, (void) scale;
-}
+// The types that end in _u may lie anywhere.
+KV_DOT(kv_dot_avx2, "avx2", __m256i_u, __m128i_u, _mm256_cvtepi8_epi16, _mm256_set1_epi32, KV_MADD_256)
+KV_DOT(kv_dot_avx512, "avx512bw", __m512i_u, __m256i_u, _mm512_cvtepi8_epi16, _mm512_set1_epi32, KV_MADD_512)
+KV_DOT(kv_dot_vnni, "avx512bw,avx512vnni", __m512i_u, __m256i_u, _mm512_cvtepi8_epi16, _mm512_set1_epi32,
+        _mm512_dpwssd_epi32)
 #endif
 
-// Softmax of one run of tiles, relative to the run's own maximum, for n_groups * KV_ROWS query rows.
-//   keys    int8 [n_tiles][dim][KV_LANES]      scales  half [n_tiles * KV_LANES]
-//   query   f32  [n_groups][dim][KV_ROWS], the factor of q.k multiplied in
-//   whole, whole_scale  the same by kv_quantize_rows, or NULL
-//   tile    f32  [dim][KV_LANES], scratch
-//   out     f32  [n_groups * KV_ROWS][n_tiles * KV_LANES]: exp(logit - maximum)
-//   maximum, total  f32 [n_groups * KV_ROWS]: of this run
+// The versions that this processor runs, the fastest first; the last is plain C.
+static int kv_dots(kv_dot found[4]) {
+    int n = 0;
+#ifdef KV_X86
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni")) {
+        found[n++] = kv_dot_vnni;
+    }
+    if (__builtin_cpu_supports("avx512bw")) {
+        found[n++] = kv_dot_avx512;
+    }
+    if (__builtin_cpu_supports("avx2")) {
+        found[n++] = kv_dot_avx2;
+    }
+#endif
+    found[n++] = kv_dot_plain;
+    return n;
+}
+
+// Query rows f32 [n_rows][dim] as int16 in groups for kv_dot, each row with a scale of its own.
+//   packed  int16 [n_groups][(dim + 1) / 2][KV_ROWS][2], 0 where there is no row or dim; scale  f32 [n_rows]
+// The largest value of a row becomes 32767, or what a sum of dim products with int8 has room for.
+static void kv_pack_rows(const float * rows, int n_rows, int dim, int16_t * packed, float * scale) {
+    const int pairs  = (dim + 1) / 2;
+    const int room   = INT32_MAX / 128 / dim;
+    const int widest = room < INT16_MAX ? room : INT16_MAX;
+    memset(packed, 0, sizeof(*packed) * 2 * KV_ROWS * pairs * ((n_rows + KV_ROWS - 1) / KV_ROWS));
+    for (int row = 0; row < n_rows; ++row, rows += dim) {
+        int16_t * at  = packed + (size_t) (row / KV_ROWS) * pairs * KV_ROWS * 2 + row % KV_ROWS * 2;
+        float     top = 0;
+        for (int i = 0; i < dim; ++i) {
+            top = fabsf(rows[i]) > top ? fabsf(rows[i]) : top;
+        }
+        scale[row] = top / widest;
+        if (scale[row] > FLT_MIN) { // else the row is 0 but for what no logit shows
+            for (int i = 0; i < dim; ++i) {
+                at[i / 2 * KV_ROWS * 2 + i % 2] = (int16_t) rintf(rows[i] / scale[row]);
+            }
+        }
+    }
+}
+
+// Softmax of one run of tiles, relative to the run's own maximum.
+//   keys    int8 [n_tiles][pairs][KV_LANES][2], scales  half [n_tiles * KV_LANES]
+//   query, query_scale  of kv_pack_rows, the factor of q.k multiplied in
+//   out     f32  [n_rows][n_tiles * KV_LANES]: exp(logit - maximum)
+//   maximum, total  f32 [n_rows]: of this run
 // Lanes from n_slices on hold no key and come out as 0.
 KV_CLONES
-static void kv_softmax_run(const int8_t * keys, const uint16_t * scales, int n_tiles, int n_slices, int dim,
-        const float * query, const int16_t * whole, const float * whole_scale, int n_groups, float * tile, float * out,
-        float * maximum, float * total) {
+static void kv_softmax_run(kv_dot dot, const int8_t * keys, const uint16_t * scales, int n_tiles, int n_slices,
+        int pairs, const int16_t * query, const float * query_scale, int n_rows, float * out, float * maximum,
+        float * total) {
     const size_t width = (size_t) n_tiles * KV_LANES;
-    int          t     = 0;
-#ifdef KV_VNNI
-    for (; whole && t + 2 <= n_tiles; t += 2) {
-        float scale[2 * KV_LANES];
-        for (int lane = 0; lane < 2 * KV_LANES; ++lane) {
-            scale[lane] = kv_half_to_float(scales[t * KV_LANES + lane]);
-        }
-        kv_dot_two_tiles(keys + (size_t) t * dim * KV_LANES, dim, whole, whole_scale, n_groups, (int16_t *) tile, scale,
-                out + (size_t) t * KV_LANES, width);
-    }
-#else
-    (void) whole, (void) whole_scale;
-#endif
-    for (; t < n_tiles; ++t) {
-        const int8_t * source = keys + (size_t) t * dim * KV_LANES;
-        float          scale[KV_LANES];
-        float          sums[KV_ROWS][KV_LANES];
-        for (int i = 0; i < dim * KV_LANES; ++i) {
-            tile[i] = source[i];
-        }
+    for (int t = 0; t < n_tiles; ++t) {
+        float   scale[KV_LANES];
+        int32_t sums[KV_ROWS][KV_LANES];
         for (int lane = 0; lane < KV_LANES; ++lane) {
             scale[lane] = kv_half_to_float(scales[t * KV_LANES + lane]);
         }
-        for (int group = 0; group < n_groups; ++group) {
-            kv_dot_tile(tile, query + (size_t) group * dim * KV_ROWS, dim, sums);
-            for (int row = 0; row < KV_ROWS; ++row) {
-                float * logits = out + (size_t) (group * KV_ROWS + row) * width + (size_t) t * KV_LANES;
-                for (int lane = 0; lane < KV_LANES; ++lane) {
-                    logits[lane] = sums[row][lane] * scale[lane];
-                }
+        for (int row = 0; row < n_rows; ++row) {
+            float * logits = out + (size_t) row * width + (size_t) t * KV_LANES;
+            if (row % KV_ROWS == 0) {
+                dot(keys + (size_t) t * pairs * KV_LANES * 2, query + (size_t) row * pairs * 2, pairs, sums[0]);
+            }
+            for (int lane = 0; lane < KV_LANES; ++lane) {
+                logits[lane] = (float) sums[row % KV_ROWS][lane] * (scale[lane] * query_scale[row]);
             }
         }
     }
-    for (int row = 0; row < n_groups * KV_ROWS; ++row) {
+    for (int row = 0; row < n_rows; ++row) {
         float * x = out + (size_t) row * width;
         float   top[KV_LANES];
         float   sum[KV_LANES] = { 0 };

@@ -8,7 +8,14 @@ from kvmem.kv.budget import HostBudget
 from kvmem.kv.query import Query
 from kvmem.kv.summary import KeySummaries
 
-__all__ = ["DEFAULT_THREADS", "MOST_THREADS", "ScoreScratch", "score_blocks", "score_slices"]
+__all__ = [
+    "DEFAULT_THREADS",
+    "MOST_THREADS",
+    "ScoreScratch",
+    "dot_products",
+    "score_blocks",
+    "score_slices",
+]
 
 DEFAULT_THREADS: int
 MOST_THREADS: int
@@ -40,3 +47,6 @@ def score_blocks(
     equal_pairs: bool = False,
     centring: float = 0,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...
+def dot_products(
+    rows: NDArray[np.float32], keys: NDArray[np.int8]
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]: ...

@@ -3,7 +3,8 @@
     p[h,t,s] = softmax over all slices s of (q[h,t] . key[s] * attn_scale)
     score(b) = sum over pairs, heads h of the pair, rows t, slices s in b of w_h * p[h,t,s]^power
 power 2 lets rows that know speak louder than rows that do not; power 1 is attention mass. Rows may
-be centred: what all of them like says little about any of them.
+be centred: what all of them like says little about any of them. Keys are int8 and rows are rounded
+to int16, so that their products are exact integers, the same on every processor.
 Source: docs/retrieval.md. The softmax is streamed: each chunk of slices is reduced by its own
 maximum, and rescaled once the whole history's maximum and sum are known.
 """
@@ -12,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from libc.float cimport FLT_MAX
 from libc.math cimport exp
-from libc.stdint cimport int8_t, int16_t, uint16_t
+from libc.stdint cimport int8_t, int16_t, int32_t, uint16_t
 from libc.stdlib cimport calloc, free
 from posix.stdlib cimport posix_memalign
 
@@ -23,31 +24,39 @@ from kvmem.kv.summary cimport KeySummaries
 
 import numpy as np
 
-__all__ = ["DEFAULT_THREADS", "MOST_THREADS", "ScoreScratch", "score_blocks", "score_slices"]
+__all__ = ["DEFAULT_THREADS", "MOST_THREADS", "ScoreScratch", "dot_products", "score_blocks", "score_slices"]
 
 cdef extern from "kernels.h" nogil:
     enum: KV_LANES
     enum: KV_ROWS
-    enum: KV_VNNI_MAX_DIM
-    int kv_has_vnni()
-    void kv_quantize_rows(const float *query, int dim, int n_groups, int16_t *out, float *scale)
-    void kv_softmax_run(const int8_t *keys, const uint16_t *scales, int n_tiles, int n_slices,
-                        int dim, const float *query, const int16_t *whole,
-                        const float *whole_scale, int n_groups, float *tile, float *out,
-                        float *maximum, float *total)
+    ctypedef void (*kv_dot)(const int8_t *keys, const int16_t *query, int pairs, int32_t *sums)
+    int kv_dots(kv_dot *found)
+    size_t kv_key_at(int slice, int i, int dim)
+    void kv_pack_rows(const float *rows, int n_rows, int dim, int16_t *packed, float *scale)
+    void kv_softmax_run(kv_dot dot, const int8_t *keys, const uint16_t *scales, int n_tiles,
+                        int n_slices, int pairs, const int16_t *query, const float *query_scale,
+                        int n_rows, float *out, float *maximum, float *total)
     void kv_add_powers(const float *e, int n_rows, int width, const float *factor,
                        const float *weight, int power, float *score)
 
 DEFAULT_THREADS = 2
 
-# Floats that one thread holds of a pair's probabilities: 16 MB. Longer histories or more rows are
-# scored in several passes over the keys.
+# A thread takes a part of a pair's rows at a time, one pass over its keys. So many rows pay for
+# reading the keys, and leave enough parts of a few pairs for many threads.
+cdef int MAX_PART_ROWS = 48
+
+# Floats that one thread holds of a part's probabilities: 16 MB. Longer histories have smaller parts.
 cdef size_t MAX_PROBABILITIES = 4 * 1024 * 1024
 
 cdef enum:
     MAX_THREADS = 16
+    MAX_DOTS = 4
 
 MOST_THREADS = MAX_THREADS
+
+# The versions of the products that this processor runs, the fastest first.
+cdef kv_dot DOTS[MAX_DOTS]
+cdef int N_DOTS = kv_dots(DOTS)
 
 
 cdef struct Chunk:
@@ -58,18 +67,20 @@ cdef struct Chunk:
 
 
 cdef struct Room:
-    float *e               # [width * rows of a pass], exp(logit - maximum of its chunk)
-    float *tile            # [dim * KV_LANES]
-    float *maximum         # [n_chunks, rows of a pass]
+    float *e               # [width * rows of a part], exp(logit - maximum of its chunk)
+    int16_t *query         # of kv_pack_rows
+    float *query_scale
+    float *maximum         # [n_chunks, rows of a part]
     float *total           # as maximum
     float *factor          # as maximum
-    float *whole_scale     # [rows of a pass]
-    int16_t *whole         # [rows of a pass * dim], the query in whole numbers; NULL without VNNI
 
 
-cdef int _groups_per_pass(size_t width, int n_groups) noexcept nogil:
-    cdef size_t groups = MAX_PROBABILITIES // (width * KV_ROWS)
-    return <int>max(1, min(groups, <size_t>n_groups))
+cdef int _part_rows(size_t width, int n_rows) noexcept nogil:
+    """Rows of a part, the last one may have fewer. Whole groups, and about as many in each."""
+    cdef size_t most = max(<size_t>KV_ROWS, min(MAX_PART_ROWS, MAX_PROBABILITIES // width))
+    cdef int n_parts = (n_rows + <int>most - 1) // <int>most
+    cdef int rows = (n_rows + n_parts - 1) // n_parts
+    return (rows + KV_ROWS - 1) // KV_ROWS * KV_ROWS
 
 
 @final
@@ -105,11 +116,10 @@ cdef class ScoreScratch:
 
     cdef int take(self, int thread, int rows, size_t width, int dim, int n_chunks,
                   Room *room) except -1:
-        """Room for passes of `rows` query rows. It only grows."""
-        cdef size_t stats = _round(<size_t>rows * n_chunks)
-        cdef size_t scales = _round(rows)
-        cdef size_t need = (width * rows + <size_t>dim * KV_LANES + 3 * stats + scales
-                            + _round(<size_t>rows * dim) // 2)
+        """Room for parts of `rows` query rows, whole groups. It only grows."""
+        cdef size_t stats = <size_t>rows * n_chunks
+        cdef size_t packed = <size_t>rows * ((dim + 1) // 2)  # floats as wide as two int16
+        cdef size_t need = width * rows + packed + rows + 3 * stats
         cdef float *fresh = NULL
         if need > self._sizes[thread]:
             if self._budget is not None:
@@ -124,63 +134,48 @@ cdef class ScoreScratch:
             self._data[thread] = fresh
             self._sizes[thread] = need
         room.e = self._data[thread]
-        room.tile = room.e + width * rows
-        room.maximum = room.tile + <size_t>dim * KV_LANES
+        room.query = <int16_t *>(room.e + width * rows)
+        room.query_scale = room.e + width * rows + packed
+        room.maximum = room.query_scale + rows
         room.total = room.maximum + stats
         room.factor = room.total + stats
-        room.whole_scale = room.factor + stats
-        room.whole = NULL
-        if kv_has_vnni() and dim % 2 == 0 and dim <= KV_VNNI_MAX_DIM:
-            room.whole = <int16_t *>(room.whole_scale + scales)
         return 0
 
 
-cdef size_t _round(size_t n) noexcept nogil:
-    return (n + KV_LANES - 1) // KV_LANES * KV_LANES
-
-
-cdef void _score_pair(
+cdef void _score_part(
     const Chunk *chunks, int n_chunks, size_t key_offset, size_t scale_offset, int dim,
-    size_t width, const float *query, const float *weight, int n_groups, int power, float *score,
-    int chunk_slices, Room room,
+    const float *query, const float *weight, int rows, int power, float *score, int chunk_slices,
+    Room room,
 ) noexcept nogil:
-    """Add one pair's powers to score. query: packed groups of KV_ROWS rows."""
-    cdef int groups_per_pass = _groups_per_pass(width, n_groups)
-    cdef int first = 0, groups, rows, row, c, at
+    """Add the powers of one part of a pair's rows to score. query: [rows, dim]."""
+    cdef int row, c, at
     cdef double top, total
-    while first < n_groups:
-        groups = min(groups_per_pass, n_groups - first)
-        rows = groups * KV_ROWS
-        if room.whole != NULL:
-            kv_quantize_rows(query + <size_t>first * KV_ROWS * dim, dim, groups, room.whole,
-                             room.whole_scale)
+    kv_pack_rows(query, rows, dim, room.query, room.query_scale)
+    for c in range(n_chunks):
+        kv_softmax_run(
+            DOTS[0],
+            <const int8_t *>(chunks[c].base + key_offset),
+            <const uint16_t *>(chunks[c].base + scale_offset),
+            chunks[c].n_tiles, chunks[c].n_slices, (dim + 1) // 2,
+            room.query, room.query_scale, rows,
+            room.e + chunks[c].start * rows, room.maximum + c * rows, room.total + c * rows,
+        )
+    for row in range(rows):
+        top = -FLT_MAX
+        total = 0
         for c in range(n_chunks):
-            kv_softmax_run(
-                <const int8_t *>(chunks[c].base + key_offset),
-                <const uint16_t *>(chunks[c].base + scale_offset),
-                chunks[c].n_tiles, chunks[c].n_slices, dim,
-                query + <size_t>first * KV_ROWS * dim, room.whole, room.whole_scale, groups,
-                room.tile, room.e + chunks[c].start * rows, room.maximum + c * rows,
-                room.total + c * rows,
-            )
-        for row in range(rows):
-            top = -FLT_MAX
-            total = 0
-            for c in range(n_chunks):
-                top = max(top, <double>room.maximum[c * rows + row])
-            for c in range(n_chunks):
-                at = c * rows + row
-                total += room.total[at] * exp(room.maximum[at] - top)
-            for c in range(n_chunks):
-                at = c * rows + row
-                room.factor[at] = <float>(exp(room.maximum[at] - top) / total)
+            top = max(top, <double>room.maximum[c * rows + row])
         for c in range(n_chunks):
-            kv_add_powers(
-                room.e + chunks[c].start * rows, rows, chunks[c].n_tiles * KV_LANES,
-                room.factor + c * rows, weight + first * KV_ROWS, power,
-                score + <size_t>c * chunk_slices,
-            )
-        first += groups
+            at = c * rows + row
+            total += room.total[at] * exp(room.maximum[at] - top)
+        for c in range(n_chunks):
+            at = c * rows + row
+            room.factor[at] = <float>(exp(room.maximum[at] - top) / total)
+    for c in range(n_chunks):
+        kv_add_powers(
+            room.e + chunks[c].start * rows, rows, chunks[c].n_tiles * KV_LANES,
+            room.factor + c * rows, weight, power, score + <size_t>c * chunk_slices,
+        )
 
 
 cdef class _History:
@@ -195,18 +190,22 @@ cdef class _History:
     def __dealloc__(self):
         free(self.chunks)
 
-    def score(self, int pair, const float[:, :, ::1] query, const float[::1] weight, int power,
+    def part_rows(self, int n_rows):
+        return _part_rows(self.width, n_rows)
+
+    def score(self, int pair, const float[:, ::1] query, const float[::1] weight, int power,
               float[::1] score, ScoreScratch scratch, int thread):
-        cdef int dim = self.summaries._dim[pair], n_groups = <int>query.shape[0]
+        """Add what one part of a pair's rows says to score: query [rows, dim], weight [rows]."""
+        cdef int dim = self.summaries._dim[pair], rows = <int>query.shape[0]
         cdef size_t key_offset = self.summaries._key_offset[pair]
         cdef size_t scale_offset = self.summaries._scale_offset[pair]
-        cdef int rows = _groups_per_pass(self.width, n_groups) * KV_ROWS
         cdef Room room
-        scratch.take(thread, rows, self.width, dim, self.n_chunks, &room)
+        scratch.take(thread, (rows + KV_ROWS - 1) // KV_ROWS * KV_ROWS, self.width, dim,
+                     self.n_chunks, &room)
         with nogil:
-            _score_pair(
-                self.chunks, self.n_chunks, key_offset, scale_offset, dim, self.width,
-                &query[0, 0, 0], &weight[0], n_groups, power, &score[0], self.chunk_slices, room,
+            _score_part(
+                self.chunks, self.n_chunks, key_offset, scale_offset, dim, &query[0, 0],
+                &weight[0], rows, power, &score[0], self.chunk_slices, room,
             )
 
 
@@ -230,18 +229,6 @@ cdef _History _snapshot(KeySummaries summaries, int n_blocks):
     return history
 
 
-def _pack(rows, weights):
-    """Rows f32 [n, dim] as [groups, dim, KV_ROWS], filled up with rows of weight 0; and weights."""
-    n, dim = rows.shape
-    groups = -(-n // KV_ROWS)
-    padded = np.zeros((groups * KV_ROWS, dim), np.float32)
-    padded[:n] = rows
-    packed = np.ascontiguousarray(padded.reshape(groups, KV_ROWS, dim).transpose(0, 2, 1))
-    weight = np.zeros(groups * KV_ROWS, np.float32)
-    weight[:n] = weights
-    return packed, weight
-
-
 def score_slices(
     KeySummaries summaries not None, rows, weights, int power=2, int threads=DEFAULT_THREADS,
     ScoreScratch scratch=None, bint equal_pairs=False,
@@ -252,8 +239,8 @@ def score_slices(
     not outvote the others.
 
     rows: for each pair of the summaries f32 [n_rows, head_dim], attn_scale multiplied in.
-    weights: for each pair f32 [n_rows]. power: >= 1. Pairs are shared out over `threads`; the
-    result does not depend on their number. scratch: None takes its own for this call.
+    weights: for each pair f32 [n_rows]. power: >= 1. Pairs, and parts of their rows, are shared out
+    over `threads`; the result does not depend on their number. scratch: None takes its own for this call.
     """
     cdef int n_blocks = summaries.n_blocks
     cdef int n_pairs = len(summaries.pairs)
@@ -267,31 +254,42 @@ def score_slices(
             raise ValueError(
                 f"rows of pair {pair} are {rows[pair].shape}, keys have {summaries._dim[pair]} dims"
             )
+        if len(weights[pair]) != len(rows[pair]):
+            raise ValueError(
+                f"{len(weights[pair])} weights for the {len(rows[pair])} rows of pair {pair}"
+            )
     if n_blocks == 0 or all(len(r) == 0 for r in rows):
         return np.zeros(n_blocks * summaries.slices_per_block, np.float32)
 
     history = _snapshot(summaries, n_blocks)
     scratch = ScoreScratch() if scratch is None else scratch
-    outs = np.zeros((n_pairs, history.n_chunks * history.chunk_slices), np.float32)
-    left = iter(range(n_pairs))
+    parts = []
+    for pair in range(n_pairs):
+        if len(rows[pair]):
+            step = history.part_rows(len(rows[pair]))
+            parts += [(pair, first, first + step) for first in range(0, len(rows[pair]), step)]
+    outs = np.zeros((len(parts), history.n_chunks * history.chunk_slices), np.float32)
+    left = iter(range(len(parts)))
 
     def work(thread):
-        # `left` is shared: whoever is free takes the next pair.
-        for pair in left:
-            if len(rows[pair]):
-                packed, weight = _pack(rows[pair], weights[pair])
-                history.score(pair, packed, weight, power, outs[pair], scratch, thread)
+        # `left` is shared: whoever is free takes the next part.
+        for index in left:
+            pair, first, end = parts[index]
+            part = np.ascontiguousarray(rows[pair][first:end], np.float32)
+            weight = np.ascontiguousarray(weights[pair][first:end], np.float32)
+            history.score(pair, part, weight, power, outs[index], scratch, thread)
 
-    threads = min(threads, n_pairs)
+    threads = min(threads, len(parts))
     if threads == 1:
         work(0)
     else:
         with ThreadPoolExecutor(threads, thread_name_prefix="kvmem-score") as pool:
             list(pool.map(work, range(threads)))
     if equal_pairs:
-        totals = outs.sum(axis=1, keepdims=True)
-        outs /= np.where(totals > 0, totals, 1)
-    # Added up in the order of the pairs, whoever was done first.
+        of_pair = np.array([pair for pair, _, _ in parts])
+        totals = np.bincount(of_pair, weights=outs.sum(axis=1))[of_pair, None]
+        outs /= np.where(totals > 0, totals, 1).astype(np.float32)
+    # Added up in the order of the parts, whoever was done first.
     slices = outs.sum(axis=0).reshape(history.n_chunks, history.chunk_slices)
     used = summaries.blocks_per_chunk * summaries.slices_per_block
     slices = slices[:, :used].reshape(-1)
@@ -340,3 +338,27 @@ def score_blocks(
         [slices[:, :head_slices].sum(axis=1), slices[:, -tail_slices:].sum(axis=1)], axis=1
     )
     return slices.sum(axis=1), edges
+
+
+def dot_products(const float[:, ::1] rows not None, const int8_t[:, ::1] keys not None):
+    """What each version that this processor runs makes of rows and keys, plain C last, for tests.
+
+    rows: f32 [KV_ROWS, dim], keys: i8 [KV_LANES, dim]. Returns (sums i32 [versions, KV_ROWS,
+    KV_LANES], what 1 stands for in a row's sums f32 [KV_ROWS]).
+    """
+    cdef int dim = <int>rows.shape[1], pairs = (dim + 1) // 2, lane, i, version
+    if rows.shape[0] != KV_ROWS or keys.shape[0] != KV_LANES or keys.shape[1] != dim or dim == 0:
+        raise ValueError(f"needed are {KV_ROWS} rows and {KV_LANES} keys of as many dims")
+    cdef int8_t[::1] tile = np.full(pairs * KV_LANES * 2, -128, np.int8)
+    cdef int16_t[::1] packed = np.zeros(pairs * KV_ROWS * 2, np.int16)
+    scale = np.zeros(KV_ROWS, np.float32)
+    sums = np.zeros((N_DOTS, KV_ROWS, KV_LANES), np.int32)
+    cdef float[::1] scale_view = scale
+    cdef int32_t[:, :, ::1] sums_view = sums
+    for lane in range(KV_LANES):
+        for i in range(dim):
+            tile[kv_key_at(lane, i, dim)] = keys[lane, i]
+    kv_pack_rows(&rows[0, 0], KV_ROWS, dim, &packed[0], &scale_view[0])
+    for version in range(N_DOTS):
+        DOTS[version](<const int8_t *>&tile[0], &packed[0], pairs, &sums_view[version, 0, 0])
+    return sums, scale

@@ -23,8 +23,7 @@ cdef struct HeadPlan:
     int kv_head
     int pair               # index in KeySummaries.pairs
 
-# A chunk holds for each pair: int8 keys [chunk_tiles][head_dim][lanes], then half scales
-# [chunk_slices].
+# A chunk holds for each pair: int8 keys where kv_key_at says, then half scales [chunk_slices].
 cdef class KeySummaries:
     cdef readonly object layout
     cdef readonly tuple pairs

@@ -5,8 +5,8 @@ The keys come from the stored K rows: dequantise, undo Hadamard, undo the rotati
     key[s] = scale[s] * int8,  scale[s] = half(max|mean| / 127)
 Source: the KVMem paper for mean pre-RoPE keys; docs/retrieval.md for slices, int8 and pairs.
 
-Layout for scoring: 16 slices lie side by side (a tile), so that one vector holds the same dim of 16
-keys; tiles of a pair follow each other within a chunk.
+Layout for scoring: 32 slices lie side by side (a tile), so that one vector holds the same two dims of
+several keys; tiles of a pair follow each other within a chunk.
 """
 
 from libc.math cimport fabsf, rintf
@@ -36,6 +36,7 @@ __all__ = ["DEQUANTIZE_F16", "DEQUANTIZE_F32", "KeySummaries"]
 
 cdef extern from "kernels.h" nogil:
     enum: KV_LANES
+    size_t kv_key_at(int slice, int i, int dim)
     float kv_half_to_float(uint16_t half)
     uint16_t kv_float_to_half(float value)
     void kv_dequantize_f16(const void *src, float *dst, int64_t n)
@@ -93,7 +94,7 @@ cdef class KeySummaries:
         for pair in range(n_pairs):
             self._dim[pair] = self.layout.layers[self.pairs[pair].layer].head_dim_k
             self._key_offset[pair] = end
-            end += <size_t>self.chunk_slices * self._dim[pair]
+            end += kv_key_at(self.chunk_slices, 0, self._dim[pair])
             self._scale_offset[pair] = end
             end += <size_t>self.chunk_slices * sizeof(uint16_t)
         self._chunks = Chunks(end, "key summaries", self._budget)
@@ -255,7 +256,7 @@ cdef class KeySummaries:
         cdef float scale
         cdef const unsigned char *chunk
         cdef const uint16_t *scales
-        cdef const int8_t *column
+        cdef const int8_t *keys
         if not 0 <= pair < len(self.pairs):
             raise IndexError(f"pair {pair} of {len(self.pairs)}")
         dim = self._dim[pair]
@@ -268,10 +269,9 @@ cdef class KeySummaries:
                 for _ in range(n_together):
                     scales = <const uint16_t *>(chunk + self._scale_offset[pair])
                     scale = kv_half_to_float(scales[at]) / n_together
-                    column = <const int8_t *>(chunk + self._key_offset[pair])
-                    column += <size_t>(at // KV_LANES) * dim * KV_LANES + at % KV_LANES
+                    keys = <const int8_t *>(chunk + self._key_offset[pair])
                     for i in range(dim):
-                        view[row, i] += scale * column[i * KV_LANES]
+                        view[row, i] += scale * keys[kv_key_at(at, i, dim)]
                     at += 1
         return out
 
@@ -319,8 +319,7 @@ cdef class KeySummaries:
         cdef float top = 0, scale, inverse, value
         cdef bint usable = True
         cdef uint16_t half
-        cdef int8_t *column = <int8_t *>(chunk + self._key_offset[pair])
-        column += <size_t>(at // KV_LANES) * dim * KV_LANES + at % KV_LANES
+        cdef int8_t *keys = <int8_t *>(chunk + self._key_offset[pair])
         for i in range(dim):
             value = fabsf(total[i])
             top = max(top, value)
@@ -334,5 +333,6 @@ cdef class KeySummaries:
         for i in range(dim):
             # A scale that was rounded down would push the largest value past 127.
             value = rintf(total[i] * inverse) if inverse > 0 else 0
-            column[i * KV_LANES] = <int8_t>(127 if value > 127 else -127 if value < -127 else value)
+            value = 127 if value > 127 else -127 if value < -127 else value
+            keys[kv_key_at(at, i, dim)] = <int8_t>value
         (<uint16_t *>(chunk + self._scale_offset[pair]))[at] = half
