@@ -92,7 +92,11 @@ def main() -> None:
     pos[:, :3] = np.arange(BLOCK_TOKENS)[:, None]
 
     few = tuple(Pair(2 * index + 1, index % KV_HEADS) for index in range(8))
-    for chosen, slice_tokens in ((few, SLICE_TOKENS), scoring(layout, None)[:2]):
+    for chosen, slice_tokens in (
+        (few, SLICE_TOKENS),
+        scoring(layout, None)[:2],
+        scoring(layout, None, "mass")[:2],
+    ):
         summaries = KeySummaries(layout, chosen, slice_tokens)
         start = time.perf_counter()
         for block in range(n_blocks):

@@ -15,12 +15,12 @@ from kvmem.kv.budget import HostBudget
 from kvmem.kv.layout import KvLayout, Pair, RopeSpec
 from kvmem.kv.lexical import LexicalIndex
 from kvmem.kv.query import Query
-from kvmem.kv.score import ScoreScratch, score_blocks, score_slices
+from kvmem.kv.score import ScoreScratch, dot_products, score_blocks, score_slices
 from kvmem.kv.scorers import HEADS_CENTRING, SCORERS, ScoreInputs, fuse, rank, run_scorer
 from kvmem.kv.summary import KeySummaries
 
-# Against float64 of the same int8 keys. With VNNI the query's rows are int16, and a logit is off by
-# about 1e-4, in f32 by 1e-5.
+# int16 rows and int8 keys against float64 rows and the same int8 keys: the logits of these tests, a
+# few units wide, are off by up to 3e-4, and a power of 3 makes three times as much of it.
 TOLERANCE = 1e-3
 
 
@@ -60,7 +60,7 @@ def assert_same_order(found: NDArray[np.float32], wanted: NDArray[np.float64]) -
     """Neighbours in the twin's order keep it wherever they lie apart by more than the tolerance."""
     order = np.argsort(-wanted)
     apart = wanted[order[:-1]] > wanted[order[1:]] * (1 + 2 * TOLERANCE)
-    assert apart.mean() > 0.6
+    assert apart.mean() > 0.7
     assert (found[order[:-1]] >= found[order[1:]])[apart].all()
 
 
@@ -70,7 +70,7 @@ def assert_same_order(found: NDArray[np.float32], wanted: NDArray[np.float64]) -
     n_blocks=st.integers(1, 40),
     n_rows=st.integers(1, 16),
     group=st.integers(1, 7),
-    dim=st.sampled_from([4, 64, 80, 516]),  # the last is too wide for whole numbers
+    dim=st.sampled_from([4, 7, 64, 80, 516]),
     power=st.integers(1, 3),
     centring=st.sampled_from([0.0, 0.5, 1.0]),
     seed=st.integers(0, 99),
@@ -123,15 +123,71 @@ def test_edges_and_equal_pairs_equal_the_twin(slice_tokens: int) -> None:
             score_blocks(query, summaries, head_slices=wrong_head, tail_slices=wrong_tail)
 
 
-def test_several_chunks_and_passes_equal_the_twin() -> None:
-    layout = make_layout(n_layers=1, n_head=16, n_head_kv=1, head_dim=4, ropes=(None,))
-    history = make_history(layout, 600)
-    summaries = history.fill(KeySummaries(layout, [(0, 0)], 1))  # 19,200 slices in 19 chunks
-    query = make_query(layout, 16)  # 256 rows: 4.9 M probabilities, more than one pass holds
-    wanted = twin(query, summaries, None, 2).reshape(600, -1).sum(axis=1)
-    blocks, _ = score_blocks(query, summaries)
+@pytest.mark.parametrize(
+    ("block_tokens", "n_blocks", "n_rows"),
+    [
+        (32, 600, 16),  # 19,200 slices in 19 chunks; 256 rows in parts of 48
+        (1024, 100, 5),  # 80 rows x 102,400 slices are more probabilities than 48 rows may have
+    ],
+)
+def test_several_chunks_and_parts_equal_the_twin(
+    block_tokens: int, n_blocks: int, n_rows: int
+) -> None:
+    layout = make_layout(
+        n_layers=1, n_head=16, n_head_kv=1, head_dim=4, ropes=(None,), block_tokens=block_tokens
+    )
+    history = make_history(layout, n_blocks)
+    summaries = history.fill(KeySummaries(layout, [(0, 0)], 1))
+    query = make_query(layout, n_rows)
+    wanted = twin(query, summaries, None, 2).reshape(n_blocks, -1).sum(axis=1)
+    scratch = ScoreScratch()
+    blocks, _ = score_blocks(query, summaries, scratch=scratch, threads=1)
     assert np.allclose(blocks, wanted, rtol=TOLERANCE)
     assert_same_order(blocks, wanted)
+    assert scratch.n_bytes < 17 * 2**20
+    for threads in (2, 5):
+        again, _ = score_blocks(query, summaries, threads=threads)
+        assert np.array_equal(again, blocks)
+
+
+def test_rows_that_are_whole_steps_lose_nothing() -> None:
+    # The largest element is 32767 steps of 2^-13 and attn_scale is 1/8: int16 holds all of it.
+    layout = make_layout(ropes=(None,))
+    summaries = make_history(layout, 50).fill(KeySummaries(layout, layout.pairs(), 1))
+    query = make_query(layout)
+    for rows in query.layers.values():
+        rows[:] = np.clip(np.rint(rows * 2**13), -32766, 32766) / 2**13
+        rows[..., 5] = 32767 / 2**13
+    blocks, _ = score_blocks(query, summaries)
+    wanted = twin(query, summaries, None, 2).reshape(50, -1).sum(axis=1)
+    assert np.allclose(blocks, wanted, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 63, 256, 516, 576])
+@pytest.mark.parametrize("extreme", [False, True])
+def test_all_versions_of_the_products_are_exact(dim: int, extreme: bool) -> None:
+    rng = np.random.default_rng(dim)
+    rows = rng.standard_normal((6, dim)).astype(np.float32)
+    keys = rng.integers(-127, 128, (32, dim)).astype(np.int8)
+    if extreme:  # the largest sums there are: they fit an int32
+        rows[:] = np.array([3, -3, 3, -1e-3, 1e30, 7], np.float32)[:, None]
+        keys[:] = np.where(np.arange(32) % 2, 127, -127)[:, None]
+    sums, scale = dot_products(rows, keys)
+    widest = min(32767, (2**31 - 1) // 128 // dim)
+    assert np.array_equal(scale, np.abs(rows).max(axis=1) / np.float32(widest))
+    steps = np.rint(rows / scale[:, None]).astype(np.int64)
+    assert np.abs(steps).max() == widest
+    for version in sums:
+        assert np.array_equal(version, steps @ keys.T.astype(np.int64))
+
+
+def test_rows_of_nothing_are_zeros() -> None:
+    rows = np.zeros((6, 8), np.float32)
+    rows[1] = 1e-40
+    sums, _ = dot_products(rows, np.full((32, 8), 127, np.int8))
+    assert not sums.any()
+    with pytest.raises(ValueError, match="6 rows and 32 keys"):
+        dot_products(rows, np.zeros((32, 7), np.int8))
 
 
 @pytest.mark.parametrize("strength", [0.0, 30.0, 300.0])
@@ -143,14 +199,14 @@ def test_flat_and_very_sharp_rows(strength: float) -> None:
     # All mass is handed out: one for each of 4 rows x 4 heads x 2 layers.
     assert np.isclose(blocks.sum(), 32, rtol=1e-5)
     wanted = twin(query, summaries, None, 1).reshape(50, -1).sum(axis=1)
-    # A logit of 3,000 is known to 3e-4 only in f32.
+    # The error grows with the logits: the largest here are some 300 and 3,000 wide.
     assert np.allclose(blocks, wanted, rtol=TOLERANCE * max(1, strength / 10), atol=1e-6)
 
 
 def test_threads_do_not_change_a_bit() -> None:
     layout = make_layout(n_layers=3)
     summaries = make_history(layout, 30).fill(KeySummaries(layout, layout.pairs(), 4))
-    query = make_query(layout)
+    query = make_query(layout, 40)  # 80 rows of a pair: two parts
     one = score_blocks(query, summaries, threads=1)
     for threads in (2, 5):
         again = score_blocks(query, summaries, threads=threads)
@@ -429,6 +485,8 @@ def test_doors_refuse_what_cannot_be() -> None:
         score_blocks(query, summaries, centring=2)
     with pytest.raises(ValueError, match="keys have 64"):
         score_slices(summaries, [np.ones((1, 32), np.float32)] * 2, [np.ones(1, np.float32)] * 2)
+    with pytest.raises(ValueError, match="1 weights for the 2 rows of pair 0"):
+        score_slices(summaries, [np.ones((2, 64), np.float32)] * 2, [np.ones(1, np.float32)] * 2)
     broken = {k: np.where(v > 2, np.nan, v).astype(np.float32) for k, v in query.layers.items()}
     with pytest.raises(ValueError, match="not all finite"):
         score_blocks(Query(layout=layout, layers=broken, tokens=query.tokens), summaries)

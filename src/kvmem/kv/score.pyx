@@ -24,7 +24,10 @@ from kvmem.kv.summary cimport KeySummaries
 
 import numpy as np
 
-__all__ = ["DEFAULT_THREADS", "MOST_THREADS", "ScoreScratch", "dot_products", "score_blocks", "score_slices"]
+__all__ = [
+    "DEFAULT_THREADS", "MOST_THREADS", "ScoreScratch", "dot_products", "score_blocks",
+    "score_slices",
+]
 
 cdef extern from "kernels.h" nogil:
     enum: KV_LANES
@@ -45,7 +48,8 @@ DEFAULT_THREADS = 2
 # reading the keys, and leave enough parts of a few pairs for many threads.
 cdef int MAX_PART_ROWS = 48
 
-# Floats that one thread holds of a part's probabilities: 16 MB. Longer histories have smaller parts.
+# Floats that one thread holds of a part's probabilities: 16 MB. Longer histories have smaller
+# parts.
 cdef size_t MAX_PROBABILITIES = 4 * 1024 * 1024
 
 cdef enum:
@@ -75,12 +79,16 @@ cdef struct Room:
     float *factor          # as maximum
 
 
+cdef int _whole_groups(int rows) noexcept nogil:
+    return (rows + KV_ROWS - 1) // KV_ROWS * KV_ROWS
+
+
 cdef int _part_rows(size_t width, int n_rows) noexcept nogil:
     """Rows of a part, the last one may have fewer. Whole groups, and about as many in each."""
-    cdef size_t most = max(<size_t>KV_ROWS, min(MAX_PART_ROWS, MAX_PROBABILITIES // width))
-    cdef int n_parts = (n_rows + <int>most - 1) // <int>most
-    cdef int rows = (n_rows + n_parts - 1) // n_parts
-    return (rows + KV_ROWS - 1) // KV_ROWS * KV_ROWS
+    cdef size_t fitting = min(<size_t>MAX_PART_ROWS, MAX_PROBABILITIES // width)
+    cdef int most = max(1, <int>fitting // KV_ROWS) * KV_ROWS
+    cdef int n_parts = (n_rows + most - 1) // most
+    return _whole_groups((n_rows + n_parts - 1) // n_parts)
 
 
 @final
@@ -116,7 +124,7 @@ cdef class ScoreScratch:
 
     cdef int take(self, int thread, int rows, size_t width, int dim, int n_chunks,
                   Room *room) except -1:
-        """Room for parts of `rows` query rows, whole groups. It only grows."""
+        """Room for a part of `rows` query rows, whole groups. It only grows."""
         cdef size_t stats = <size_t>rows * n_chunks
         cdef size_t packed = <size_t>rows * ((dim + 1) // 2)  # floats as wide as two int16
         cdef size_t need = width * rows + packed + rows + 3 * stats
@@ -147,7 +155,7 @@ cdef void _score_part(
     const float *query, const float *weight, int rows, int power, float *score, int chunk_slices,
     Room room,
 ) noexcept nogil:
-    """Add the powers of one part of a pair's rows to score. query: [rows, dim]."""
+    """Add the powers of one part of a pair's rows to score. query: f32 [rows, dim]."""
     cdef int row, c, at
     cdef double top, total
     kv_pack_rows(query, rows, dim, room.query, room.query_scale)
@@ -200,8 +208,7 @@ cdef class _History:
         cdef size_t key_offset = self.summaries._key_offset[pair]
         cdef size_t scale_offset = self.summaries._scale_offset[pair]
         cdef Room room
-        scratch.take(thread, (rows + KV_ROWS - 1) // KV_ROWS * KV_ROWS, self.width, dim,
-                     self.n_chunks, &room)
+        scratch.take(thread, _whole_groups(rows), self.width, dim, self.n_chunks, &room)
         with nogil:
             _score_part(
                 self.chunks, self.n_chunks, key_offset, scale_offset, dim, &query[0, 0],
@@ -240,7 +247,8 @@ def score_slices(
 
     rows: for each pair of the summaries f32 [n_rows, head_dim], attn_scale multiplied in.
     weights: for each pair f32 [n_rows]. power: >= 1. Pairs, and parts of their rows, are shared out
-    over `threads`; the result does not depend on their number. scratch: None takes its own for this call.
+    over `threads`; the result does not depend on their number. scratch: None takes its own for this
+    call.
     """
     cdef int n_blocks = summaries.n_blocks
     cdef int n_pairs = len(summaries.pairs)

@@ -5,8 +5,8 @@ The keys come from the stored K rows: dequantise, undo Hadamard, undo the rotati
     key[s] = scale[s] * int8,  scale[s] = half(max|mean| / 127)
 Source: the KVMem paper for mean pre-RoPE keys; docs/retrieval.md for slices, int8 and pairs.
 
-Layout for scoring: 32 slices lie side by side (a tile), so that one vector holds the same two dims of
-several keys; tiles of a pair follow each other within a chunk.
+Layout for scoring: 32 slices lie side by side (a tile), so that one vector holds the same two dims
+of several keys; tiles of a pair follow each other within a chunk.
 """
 
 from libc.math cimport fabsf, rintf
