@@ -98,8 +98,8 @@ KV_INLINE float kv_exp(float x) {
 // Place of dim i of a slice in the keys of a chunk, int8 [tiles][(dim + 1) / 2][KV_LANES][2]: dims go in
 // pairs, since x86 multiplies and adds two in one instruction. The place beside an odd last dim is unused.
 KV_INLINE size_t kv_key_at(int slice, int i, int dim) {
-    const size_t pair = (size_t) (slice / KV_LANES) * ((dim + 1) / 2) + i / 2;
-    return (pair * KV_LANES + slice % KV_LANES) * 2 + i % 2;
+    const size_t even = (size_t) (slice / KV_LANES) * ((dim + 1) & ~1) + (i & ~1);
+    return even * KV_LANES + slice % KV_LANES * 2 + (i & 1);
 }
 
 // Products of KV_ROWS query rows with the KV_LANES keys of a tile, in integers: exact, so that all
