@@ -461,6 +461,7 @@ VARIANTS: Final[tuple[Kind, ...]] = (
             ("laguna", EXPERTS), ("mellum", EXPERTS),
         )
     ),
+    Kind("lfm2", "window", {**FIRST_HAS_KV, **WINDOW}, "with a window"),
     Kind("hy_v4", "mla", {**EXPERTS, **LATENT}, "without an index"),
     Kind("llama", "ahead", {"attention.causal": False}, "not causal"),
 )  # fmt: skip
