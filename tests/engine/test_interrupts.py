@@ -4,6 +4,7 @@ interrupted, and nothing is lost for good.
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from chats import WHOLE, Chat, conversations_of
 from engines import Recorded, random_tokens, record
 from interrupts import Interrupts
+
+from kvmem.engine.calibration import Calibration, Found
 
 # one that hits a generator while Python lets go of it is told, and raised nowhere
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -104,3 +107,23 @@ def test_the_next_request_is_right(
     kind: str, n_drafts: int, story: Callable[..., Callable[[], object]], tiny: Callable[..., Path]
 ) -> None:
     try_all(tiny(kind), story, N_TRIES, n_drafts=n_drafts)
+
+
+def test_an_interrupted_calibration_is_done_or_undone(tiny_llama: Path) -> None:
+    """At each of its lines; the conversation on the device goes on behind it."""
+    pairs = Calibration(fingerprint="", type_k="f32", type_v="f32", pairs=((1, 0),), slice_tokens=8)
+    with record(tiny_llama, **WHOLE) as recorded:
+        memory, n_lines, first = recorded.memory, 1, 0
+        chats()[0].ask(recorded.session, random_tokens(300, 1))
+        seen = set()
+        while first <= n_lines:
+            found = Found(None if memory.scoring.is_calibrated else pairs, "by the test")
+            with Interrupts(first) as interrupts, suppress(KeyboardInterrupt):
+                recorded.engine.use_calibration(found)
+            n_lines = max(n_lines, interrupts.n_lines)
+            recorded.session.truncate(recorded.session.n_tokens)  # as any use, it mends
+            conversations_of(recorded.session).check()
+            seen.add(memory.scoring.is_calibrated)
+            first += 1
+        assert n_lines > 50
+        assert seen == {True, False}

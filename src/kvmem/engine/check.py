@@ -21,6 +21,8 @@ def check_memory(memory: "TieredMemory", parked: Sequence[Conversation]) -> None
         if memory.is_hybrid and one.history.n_tokens:
             assert one.checkpoints.positions[-1] == one.history.n_tokens
     assert memory.lexical.n_blocks == memory.summaries.n_blocks <= memory.working_set.n_sealed
+    assert memory.summaries.pairs == memory.scoring.pairs
+    assert memory.summaries.slice_tokens == memory.scoring.slice_tokens
     assert memory.port.n_cells_used == memory.working_set.n_cells_used
     assert memory.port.do_caches_agree
     assert memory.host.used <= memory.host.limit

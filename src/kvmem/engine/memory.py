@@ -111,22 +111,23 @@ class TieredMemory:
         Raises ConfigError and CapacityError; then all is as before.
         """
         chosen = scoring(self.layout, calibration, self.scorer)
-        self._summarise_again(chosen)
-        self.scoring = chosen
+        made = self.summarise_as(chosen)
+        self.scoring = chosen  # first: settle() makes summaries for it where an interrupt follows
+        self.index.use(made)
 
     def renew_summaries(self) -> None:
         """Make the summaries anew if they are of other pairs than score now."""
         made_for = (self.summaries.pairs, self.summaries.slice_tokens)
         if made_for != (self.scoring.pairs, self.scoring.slice_tokens):
-            self._summarise_again(self.scoring)
+            self.index.use(self.summarise_as(self.scoring))
 
     def summarise(self, pairs: Sequence[tuple[int, int]], slice_tokens: int) -> KeySummaries:
         """New summaries of all that is summarised, made from the stored keys."""
         return self.index.recompute(self.working_set, pairs, slice_tokens)
 
-    def _summarise_again(self, chosen: Scoring) -> None:
-        made = self.with_room(lambda: self.summarise(chosen.pairs, chosen.slice_tokens))
-        self.index.use(made)
+    def summarise_as(self, chosen: Scoring) -> KeySummaries:
+        """The same for a scoring; others leave where the host limit forbids both sets."""
+        return self.with_room(lambda: self.summarise(chosen.pairs, chosen.slice_tokens))
 
     @property
     def n_tokens(self) -> int:
@@ -265,6 +266,7 @@ class TieredMemory:
         if self.working_set.n_pending:
             self.working_set.rollback()
         self.index.mend()
+        self.renew_summaries()
         if not self.is_whole:
             self.go_back(self.n_tokens)
         if self._trial is not None:
