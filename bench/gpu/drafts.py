@@ -28,6 +28,7 @@ from kvmem.engine.events import Done
 from kvmem.engine.prompt import Prompt, Span
 from kvmem.engine.sampling import GenerateParams, SamplingParams
 from kvmem.engine.stats import RequestStats
+from kvmem.kv.port import HostMemory
 from kvmem.llama.state import restore_state, save_state, state_bytes
 
 Row = dict[str, Any]
@@ -125,7 +126,8 @@ def states(systems: dict[str, System], repeats: int = 9) -> Iterator[Row]:
     """A recurrent state to the host and back."""
     for name, system in systems.items():
         context = system.engine.tiered.context
-        state = np.ones(state_bytes(context), np.uint8)
+        memory = HostMemory(system.engine.tiered.port, state_bytes(context))
+        state = np.asarray(memoryview(memory))  # as checkpoints have it
         for what, move in (("save", save_state), ("restore", restore_state)):
             seconds = []
             for _ in range(repeats):

@@ -55,6 +55,40 @@ def reread(positions: list[int], change: int, end: int) -> int:
     return end - max((p for p in positions if p <= change), default=0)
 
 
+def test_memory_that_the_machine_does_not_have_is_no_checkpoint() -> None:
+    checkpoints, _, budget = make()
+    assert checkpoints.save(10)
+    port = checkpoints._port  # noqa: SLF001
+    assert isinstance(port, ArrayPort)
+    port.slab_limit_bytes = port.slab_bytes
+    held = budget.used
+    assert checkpoints.save(20), "the older one makes room"
+    assert checkpoints.positions == [20]
+    assert budget.used == held == checkpoints.n_bytes
+    checkpoints.clear()
+    port.slab_limit_bytes = 1
+    assert not checkpoints.save(30)
+    assert budget.used == port.slab_bytes == 0
+
+
+def test_a_state_that_is_held_outlives_its_engine(tiny_qwen35: Path) -> None:
+    with record(tiny_qwen35) as recorded:
+        memory = recorded.engine.tiered
+        memory.decode(np.array(random_tokens(40, 1), np.int32))
+        memory.save_checkpoint()
+        checkpoint = memory.checkpoints.nearest(40)
+        assert checkpoint is not None
+        state, port, host = checkpoint.state, memory.port, memory.host
+        before = state.copy()
+        del checkpoint
+    np.testing.assert_array_equal(state, before)
+    n_bytes, used = len(state), host.used
+    assert sum(port.host_bytes()) == n_bytes
+    del state
+    assert sum(port.host_bytes()) == 0
+    assert host.used == used - n_bytes
+
+
 def test_a_state_comes_back_and_later_ones_are_forgotten() -> None:
     checkpoints, device, _ = make()
     for n_tokens in (10, 20, 30):

@@ -370,6 +370,8 @@ def test_provided_memory_is_what_the_next_seal_takes() -> None:
     driver.ws.provide()
     assert driver.port.slab_bytes == 2 * provided, "the pending tokens complete a third"
     driver.ws.rollback()
+    assert driver.ws.trim() == provided, "no record is in it"
+    assert driver.ws.trim() == 0
     driver.check()
 
 

@@ -229,19 +229,26 @@ int kvmem_rows_move(kvmem_memory * memory, int32_t source, int32_t target) {
     });
 }
 
-uint8_t * kvmem_host_alloc(kvmem_memory * memory, size_t bytes) {
-    return memory->slabs->alloc(bytes);
+kvmem_host * kvmem_host_of(kvmem_memory * memory) {
+    return new kvmem_host{ memory->slabs };
 }
 
-void kvmem_host_free(kvmem_memory * memory, uint8_t * data) {
-    memory->slabs->free(data);
+void kvmem_host_release(kvmem_host * host) {
+    delete host;
 }
 
-void kvmem_host_limit_pinned(kvmem_memory * memory, size_t bytes) {
-    memory->slabs->pinned_limit = bytes;
+uint8_t * kvmem_host_alloc(kvmem_host * host, size_t bytes) {
+    return host->slabs->alloc(bytes);
 }
 
-void kvmem_host_bytes(const kvmem_memory * memory, size_t * pinned, size_t * plain) {
-    *pinned = memory->slabs->n_pinned;
-    *plain  = memory->slabs->n_plain;
+void kvmem_host_free(kvmem_host * host, uint8_t * data) {
+    host->slabs->free(data);
+}
+
+void kvmem_host_limit_pinned(kvmem_host * host, size_t bytes) {
+    host->slabs->limit_pinned(bytes);
+}
+
+void kvmem_host_bytes(const kvmem_host * host, size_t * pinned, size_t * plain) {
+    host->slabs->count(pinned, plain);
 }

@@ -270,7 +270,7 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens, uint32_t 
     const bool pin = std::any_of(
             all.begin(), all.end(), [](const kvmem_piece & piece) { return kvmem_cuda_device(piece) >= 0; });
     cell_blocks = std::make_unique<kvmem_cell_blocks>(attn->get_cells_mut(0));
-    slabs       = std::make_unique<kvmem_slabs>(pin);
+    slabs       = std::make_shared<kvmem_slabs>(pin);
     transfer    = kvmem_transfer_make(all, attn->get_size() / block_tokens, *slabs);
 }
 

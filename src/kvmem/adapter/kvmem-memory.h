@@ -101,7 +101,7 @@ struct kvmem_memory : public llama_memory_i {
     uint32_t n_used_at_place = 0; // tells how far a batch has got, also when llama.cpp plans it twice
 
     std::unique_ptr<kvmem_cell_blocks> cell_blocks;
-    std::unique_ptr<kvmem_slabs>       slabs;
+    std::shared_ptr<kvmem_slabs>       slabs;
     std::unique_ptr<kvmem_transfer>    transfer; // after slabs, which it looks into
     std::string                        lost;     // why the device can do nothing more
 
@@ -117,6 +117,10 @@ struct kvmem_memory : public llama_memory_i {
     kvmem_memory *    leader        = nullptr; // in a follower
     bool              follower_gone = false;   // it was freed first: its rows cannot be copied any more
     llama_batch_ext * batch         = nullptr; // in a follower, owned
+};
+
+struct kvmem_host {
+    std::shared_ptr<kvmem_slabs> slabs;
 };
 
 // kvmem_context_init for any kind of context; n_outputs: most rows of logits of a graph

@@ -11,13 +11,14 @@ kvmem_slabs::kvmem_slabs(bool pin)
     : pin(pin), pinned_limit((size_t) sysconf(_SC_PHYS_PAGES) * (size_t) sysconf(_SC_PAGESIZE) / 2) {}
 
 uint8_t * kvmem_slabs::alloc(size_t bytes) {
-    uint8_t * base   = nullptr;
-    bool      pinned = false;
+    const std::lock_guard lock(mutex);
+    kvmem_pinned          pinned;
+    uint8_t *             data = nullptr;
     if (pin && n_pinned + bytes <= pinned_limit) {
-        base   = kvmem_pinned_alloc(bytes + page_bytes); // small ones do not begin at a page
-        pinned = base != nullptr;
+        pinned = kvmem_pinned_alloc(bytes + page_bytes); // small ones do not begin at a page
+        data   = (uint8_t *) (((uintptr_t) pinned.data + page_bytes - 1) / page_bytes * page_bytes);
     }
-    if (!base) {
+    if (!data) {
         if (pin && !has_warned) {
             has_warned = true;
             LLAMA_LOG_WARN(
@@ -30,38 +31,50 @@ uint8_t * kvmem_slabs::alloc(size_t bytes) {
         if (mapped == MAP_FAILED) {
             return nullptr;
         }
-        base = (uint8_t *) mapped;
+        data = (uint8_t *) mapped;
     }
-    (pinned ? n_pinned : n_plain) += bytes;
-    uint8_t * data = (uint8_t *) (((uintptr_t) base + page_bytes - 1) / page_bytes * page_bytes);
-    slabs[data]    = { base, bytes, pinned };
+    (pinned.data ? n_pinned : n_plain) += bytes;
+    slabs[data] = { bytes, pinned };
     return data;
 }
 
 void kvmem_slabs::free(uint8_t * data) {
-    const auto found = slabs.find(data);
+    const std::lock_guard lock(mutex);
+    const auto            found = slabs.find(data);
     if (found == slabs.end()) {
         return;
     }
     const slab gone = found->second;
     slabs.erase(found);
-    (gone.pinned ? n_pinned : n_plain) -= gone.bytes;
-    if (gone.pinned) {
-        kvmem_pinned_free(gone.base, gone.bytes + page_bytes);
+    (gone.pinned.data ? n_pinned : n_plain) -= gone.bytes;
+    if (gone.pinned.data) {
+        kvmem_pinned_free(gone.pinned);
     } else {
-        munmap(gone.base, gone.bytes);
+        munmap(data, gone.bytes);
     }
 }
 
 bool kvmem_slabs::is_pinned(const uint8_t * data) const {
-    auto after = slabs.upper_bound((uint8_t *) data);
-    return after != slabs.begin() && (--after)->second.pinned && data < after->first + after->second.bytes;
+    const std::lock_guard lock(mutex);
+    auto                  after = slabs.upper_bound((uint8_t *) data);
+    return after != slabs.begin() && (--after)->second.pinned.data && data < after->first + after->second.bytes;
+}
+
+void kvmem_slabs::limit_pinned(size_t bytes) {
+    const std::lock_guard lock(mutex);
+    pinned_limit = bytes;
+}
+
+void kvmem_slabs::count(size_t * pinned, size_t * plain) const {
+    const std::lock_guard lock(mutex);
+    *pinned = n_pinned;
+    *plain  = n_plain;
 }
 
 #ifndef KVMEM_CUDA
-uint8_t * kvmem_pinned_alloc(size_t) {
-    return nullptr;
+kvmem_pinned kvmem_pinned_alloc(size_t) {
+    return {};
 }
 
-void kvmem_pinned_free(uint8_t *, size_t) {}
+void kvmem_pinned_free(const kvmem_pinned &) {}
 #endif

@@ -175,8 +175,8 @@ struct cuda_transfer : kvmem_transfer {
         constexpr int n_copies = 16;
         const size_t  bytes    = per_staging * payload_bytes;
         auto &        lane     = lanes[0];
-        uint8_t *     pinned   = kvmem_pinned_alloc(bytes);
-        if (!pinned) {
+        const auto    pinned   = kvmem_pinned_alloc(bytes);
+        if (!pinned.data) {
             throw kvmem_transfer_error("no pinned memory to measure with");
         }
         double rates[2] = {};
@@ -184,20 +184,20 @@ struct cuda_transfer : kvmem_transfer {
             for (int round = 0; round < 3; ++round) {
                 const auto start = std::chrono::steady_clock::now();
                 for (int i = 0; i < n_copies; ++i) {
-                    void * target = to_device ? lane.staging : pinned;
-                    void * source = to_device ? pinned : lane.staging;
+                    void * target = to_device ? lane.staging : pinned.data;
+                    void * source = to_device ? pinned.data : lane.staging;
                     cudaMemcpyAsync(target, source, bytes, cudaMemcpyDefault, lane.stream);
                 }
                 const cudaError_t status = drain();
                 if (status != cudaSuccess) {
-                    kvmem_pinned_free(pinned, bytes);
+                    kvmem_pinned_free(pinned);
                     check(status, "plain copy");
                 }
                 const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
                 rates[to_device] = std::max(rates[to_device], n_copies * bytes / spent.count());
             }
         }
-        kvmem_pinned_free(pinned, bytes);
+        kvmem_pinned_free(pinned);
         return { rates[1], rates[0] };
     }
 
@@ -371,28 +371,31 @@ std::unique_ptr<kvmem_transfer> kvmem_transfer_cuda(
 }
 
 // Registering memory of huge pages is several times as fast as cudaHostAlloc, which remains for systems that cannot.
-uint8_t * kvmem_pinned_alloc(size_t bytes) {
+// A fork would copy what is pinned.
+kvmem_pinned kvmem_pinned_alloc(size_t bytes) {
     void * data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data != MAP_FAILED) {
         madvise(data, bytes, MADV_HUGEPAGE);
+        madvise(data, bytes, MADV_DONTFORK);
         if (cudaHostRegister(data, bytes, cudaHostRegisterPortable) == cudaSuccess) {
-            return (uint8_t *) data;
+            return { (uint8_t *) data, bytes, true };
         }
         cudaGetLastError();
         munmap(data, bytes);
     }
     if (cudaHostAlloc(&data, bytes, cudaHostAllocPortable) != cudaSuccess) {
         cudaGetLastError();
-        return nullptr;
+        return {};
     }
-    return (uint8_t *) data;
+    return { (uint8_t *) data, bytes, false };
 }
 
-void kvmem_pinned_free(uint8_t * data, size_t bytes) {
-    if (cudaHostUnregister(data) == cudaSuccess) {
-        munmap(data, bytes);
-        return;
+void kvmem_pinned_free(const kvmem_pinned & pinned) {
+    if (pinned.is_registered) {
+        cudaHostUnregister(pinned.data); // on a lost device it fails, and the mapping goes all the same
+        munmap(pinned.data, pinned.bytes);
+    } else {
+        cudaFreeHost(pinned.data);
     }
     cudaGetLastError();
-    cudaFreeHost(data);
 }

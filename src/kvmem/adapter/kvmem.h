@@ -16,6 +16,7 @@ extern "C" {
 #define KVMEM_API __attribute__((visibility("default")))
 
 typedef struct kvmem_memory kvmem_memory;
+typedef struct kvmem_host   kvmem_host;
 
 enum kvmem_status {
     KVMEM_OK              = 0,
@@ -128,12 +129,16 @@ KVMEM_API int kvmem_transfer_ceiling(kvmem_memory * memory, double * in, double 
 // For tests: the n-th block copy from here on fails, after those before it in the same call were done; 0 for none.
 // loses_device: as an error that the device does not recover from, after which every call but the freeing ones fails.
 KVMEM_API void kvmem_transfer_fail(kvmem_memory * memory, uint32_t n, int loses_device);
-// Host memory for payloads, pinned beside a CUDA device; NULL if there is none left. Free it before the context.
-KVMEM_API uint8_t * kvmem_host_alloc(kvmem_memory * memory, size_t bytes);
-KVMEM_API void      kvmem_host_free(kvmem_memory * memory, uint8_t * data);
+// Where payloads lie on the host. It outlives its context, and is released once nothing is held of it; any thread may
+// use it.
+KVMEM_API kvmem_host * kvmem_host_of(kvmem_memory * memory);
+KVMEM_API void         kvmem_host_release(kvmem_host * host);
+// Memory at a page, pinned beside a CUDA device; NULL if there is none left.
+KVMEM_API uint8_t * kvmem_host_alloc(kvmem_host * host, size_t bytes);
+KVMEM_API void      kvmem_host_free(kvmem_host * host, uint8_t * data);
 // Most bytes to pin from here on; half of the machine's memory unless set. Beyond it memory is plain.
-KVMEM_API void kvmem_host_limit_pinned(kvmem_memory * memory, size_t bytes);
-KVMEM_API void kvmem_host_bytes(const kvmem_memory * memory, size_t * pinned, size_t * plain);
+KVMEM_API void kvmem_host_limit_pinned(kvmem_host * host, size_t bytes);
+KVMEM_API void kvmem_host_bytes(const kvmem_host * host, size_t * pinned, size_t * plain);
 
 // the query tap: Q as flash attention reads it (rotated), for chosen tokens of the next llama_decode calls
 

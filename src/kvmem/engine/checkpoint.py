@@ -4,10 +4,10 @@ Recurrent states by position. A hybrid model can go back to these and nowhere el
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
-from typing import NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -19,35 +19,26 @@ from kvmem.kv.port import DevicePort, HostMemory
 from kvmem.llama.context import Context
 from kvmem.llama.state import restore_state, save_state, state_bytes
 
-__all__ = ["Checkpoint", "Checkpoints", "StateBuffer"]
+__all__ = ["Checkpoint", "Checkpoints"]
+
+U8 = NDArray[np.uint8]
 
 # 150 MiB each on the 27B shape. Enough for the last turn's three, the system prompt, and a spread
 # over what lies between.
 MAX_CHECKPOINTS = 8
 
 
-class StateBuffer(NamedTuple):
-    """Memory for one state, and what counts it against the host limit. state: u8."""
-
-    state: NDArray[np.uint8]
-    charge: Charge
-
-
 @dataclass(slots=True, eq=False)
 class Checkpoint:
     """The state after n_tokens tokens.
 
-    buffer: the state, with the hidden row of a draft head behind it. holders: the histories that
-    begin with these tokens.
+    state: u8, with the hidden row of a draft head behind it; its memory is charged as long as
+    anything refers to it. holders: the histories that begin with these tokens.
     """
 
     n_tokens: int
-    buffer: StateBuffer
+    state: U8
     holders: "WeakSet[Checkpoints]" = field(default_factory=WeakSet)
-
-    @property
-    def state(self) -> NDArray[np.uint8]:
-        return self.buffer.state
 
 
 class Checkpoints:
@@ -73,7 +64,7 @@ class Checkpoints:
         port: DevicePort,
         limit: int = MAX_CHECKPOINTS,
         *,
-        spare: list[StateBuffer] | None = None,
+        spare: list[U8] | None = None,
         make_room: Callable[[], bool] | None = None,
         hidden: NDArray[np.float32] | None = None,
     ) -> None:
@@ -98,8 +89,7 @@ class Checkpoints:
     @property
     def n_bytes(self) -> int:
         """What is charged for them."""
-        buffers = [*(saved.buffer for saved in self._saved), *self._spare]
-        return sum(buffer.charge.n_bytes for buffer in buffers)
+        return sum(map(len, (*(saved.state for saved in self._saved), *self._spare)))
 
     def save(self, n_tokens: int) -> bool:
         """Keep the state as it is now, after n_tokens tokens.
@@ -111,16 +101,16 @@ class Checkpoints:
             return True
         assert not self._saved or self._saved[-1].n_tokens < n_tokens, "checkpoints ascend"
         n_state = state_bytes(self._context)
-        buffer = self._take_buffer(n_state + self._hidden.nbytes)
-        if buffer is None:
+        state = self._take(n_state + self._hidden.nbytes)
+        if state is None:
             return False
         try:
-            save_state(self._context, buffer.state[:n_state])
+            save_state(self._context, state[:n_state])
         except BaseException:
-            self._spare.append(buffer)
+            self._spare.append(state)
             raise
-        buffer.state[n_state:] = self._hidden.view(np.uint8)
-        self._hold(Checkpoint(n_tokens, buffer))
+        state[n_state:] = self._hidden.view(np.uint8)
+        self._hold(Checkpoint(n_tokens, state))
         if len(self._saved) > self._limit:
             self._drop(self._by_loss()[0])
         return True
@@ -137,7 +127,7 @@ class Checkpoints:
         """Give the memory of a dropped one back, which no history holds; False if there is none."""
         if not self._spare:
             return False
-        self._spare.pop().charge.release()
+        del self._spare[-1]
         return True
 
     def branch(self, n_tokens: int) -> "Checkpoints":
@@ -178,28 +168,25 @@ class Checkpoints:
         while self.give_back_spare():
             pass
 
-    def _take_buffer(self, n_bytes: int) -> StateBuffer | None:
-        """A buffer of this size that is charged, or None."""
+    def _take(self, n_bytes: int) -> U8 | None:
+        """Memory for a state of this size, or None."""
         while True:
             while self._spare:
-                buffer = self._spare.pop()
-                if len(buffer.state) == n_bytes:
-                    return buffer
-                buffer.charge.release()
-            try:
-                charge = Charge(self._budget, n_bytes, "a checkpoint of the recurrent state")
-            except CapacityError:
-                if self._make_room is not None and self._make_room():
-                    continue
-                if not self._spare_one():
-                    return None
-            else:
-                try:  # the device copies to and from it five times as fast as plain memory
-                    state = np.asarray(memoryview(HostMemory(self._port, n_bytes)))
-                except BaseException:
-                    charge.release()
-                    raise
-                return StateBuffer(state, charge)
+                if len(self._spare[-1]) == n_bytes:
+                    return self._spare.pop()
+                del self._spare[-1]
+            with suppress(CapacityError, MemoryError):  # of the limit, or of the machine itself
+                return self._allocate(n_bytes)
+            if self._make_room is not None and self._make_room():
+                continue
+            if not self._spare_one():
+                return None
+
+    def _allocate(self, n_bytes: int) -> U8:
+        """The device copies from and to it several times as fast as plain memory."""
+        charge = Charge(self._budget, n_bytes, "a checkpoint of the recurrent state")
+        state: U8 = np.asarray(memoryview(HostMemory(self._port, n_bytes, charge)))
+        return state
 
     def _spare_one(self, least: int = 0) -> bool:
         """Drop the least missed one whose memory no other history holds; False if there is none."""
@@ -237,4 +224,4 @@ class Checkpoints:
         dropped = self._saved.pop(index)
         dropped.holders.discard(self)
         if not dropped.holders:
-            self._spare.append(dropped.buffer)
+            self._spare.append(dropped.state)

@@ -331,6 +331,7 @@ class Conversations:
     def _bound_bytes(self) -> None:
         """From now on there are several: what they may take together holds."""
         memory = self._memory
+        memory.working_set.trim()
         while memory.host.used > self._limit_bytes:
             if memory.checkpoints.give_back_spare() or self._make_room():
                 continue

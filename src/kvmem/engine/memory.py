@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvmem.config import MemoryConfig, PoolSizes
 from kvmem.engine.calibration import Calibration, Scoring, scoring
 from kvmem.engine.check import check_memory
-from kvmem.engine.checkpoint import Checkpoints, StateBuffer
+from kvmem.engine.checkpoint import Checkpoints
 from kvmem.engine.conversation import Conversation
 from kvmem.engine.draft import Drafter
 from kvmem.engine.index import BlockIndex
@@ -87,7 +87,7 @@ class TieredMemory:
         self.host.set_limit(sizes.host_limit_bytes)
         # asked for room where the host limit is reached: True if another conversation has left
         self.make_room_on_host: Callable[[], bool] = lambda: False
-        self._spare_states: list[StateBuffer] = []
+        self._spare_states: list[NDArray[np.uint8]] = []
         self.scoring = scoring(self.layout, calibration, self.scorer)
         self.active = self.conversation_of(self.working_set.history)
         self.index = BlockIndex(self.active, self.block_tokens)
@@ -227,7 +227,7 @@ class TieredMemory:
                 first_pos,
                 outputs=outputs,
                 cancel=cancel,
-                meanwhile=self._provide if seal else None,
+                meanwhile=self.provide if seal else None,
             )
             if self.drafter is not None:
                 self.drafter.follow(cells, tokens, first_pos)
@@ -352,21 +352,27 @@ class TieredMemory:
             self.store_s += perf_counter() - started
 
     def with_room(self, action: Callable[[], T]) -> T:
-        """Do this; where the host limit forbids it, let others go one by one: first states that
-        nobody needs, then conversations that were not used for long, then checkpoints, which save
-        time where the rest cannot be had again.
+        """Do this; where the host limit forbids it, let others go one by one: first what nobody
+        needs, then conversations that were not used for long, then checkpoints, which save time
+        where the rest cannot be had again.
         """
+        may_trim = True
         while True:
             try:
                 return action()
             except HostCapacityError:
+                if may_trim:  # once: what fails halfway may leave an empty slab each time
+                    may_trim = False
+                    if self.working_set.trim():
+                        continue
                 if self.checkpoints.give_back_spare() or self.make_room_on_host():
                     continue
                 if not self.checkpoints.give_way():
                     raise
                 self.note("the host limit is near: checkpoints gave way to blocks")
 
-    def _provide(self) -> None:
+    def provide(self) -> None:
+        """Get the host memory for the blocks that the pending tokens complete, if there is some."""
         with suppress(CapacityError):  # storing says so, where it matters
             self.working_set.provide()
 
@@ -470,7 +476,8 @@ class TieredMemory:
         if self.context.is_closed:
             return
         self.index.close()
-        del self.working_set  # its host slabs belong to the context's device
+        self.checkpoints.clear()
+        self.working_set.clear()  # their host memory goes back now, whoever still refers to them
         if self.drafter is not None:
             self.drafter.close()
         self.context.close()

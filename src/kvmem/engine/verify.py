@@ -40,7 +40,13 @@ class Verification:
             self._tokens: I32 = np.concatenate([first, drafts])
             n = len(self._tokens)
             memory.state_is_certain = False
-            memory.context.decode(self._tokens, self._first_pos[:n], outputs="all", cancel=cancel)
+            memory.context.decode(
+                self._tokens,
+                self._first_pos[:n],
+                outputs="all",
+                cancel=cancel,
+                meanwhile=memory.provide,
+            )
 
         memory.undone_on_error(run)
 

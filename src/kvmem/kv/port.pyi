@@ -5,6 +5,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import disjoint_base
 
+from kvmem.kv.budget import Charge
+
 __all__ = ["ArrayPort", "DevicePort", "HostMemory"]
 
 @disjoint_base
@@ -20,7 +22,7 @@ class DevicePort:
 
 @final
 class HostMemory:
-    def __init__(self, port: DevicePort, n_bytes: int) -> None: ...
+    def __init__(self, port: DevicePort, n_bytes: int, charge: Charge | None = None) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final

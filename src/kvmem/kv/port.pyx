@@ -88,18 +88,19 @@ cdef class DevicePort:
 cdef class HostMemory:
     """Host memory that the port's device copies fast from and to, as a buffer of bytes.
 
-    It goes back with the last reference, which must be gone before the device is. MemoryError if
-    there is none.
+    It goes back with the last reference, and its charge behind it. MemoryError if there is none.
     """
 
     cdef DevicePort _port
+    cdef object _charge
     cdef unsigned char *_data
     cdef size_t _n_bytes
 
-    def __cinit__(self, DevicePort port not None, size_t n_bytes):
+    def __cinit__(self, DevicePort port not None, size_t n_bytes, charge=None):
         self._data = port.slab_alloc(max(n_bytes, <size_t>1))
         self._n_bytes = n_bytes
         self._port = port
+        self._charge = charge
 
     def __dealloc__(self):
         if self._data != NULL:

@@ -252,6 +252,12 @@ cdef class WorkingSet:
         cdef int n_complete = (self._table.n_tokens + self.n_pending) // self.block_tokens
         self._store.slabs.provide(n_complete - self._store.n_records)
 
+    def trim(self):
+        """Give back the host memory that holds no record of any history; its bytes."""
+        cdef size_t n_bytes = self._store.slabs.n_bytes
+        self._store.trim()
+        return n_bytes - self._store.slabs.n_bytes
+
     def seal(self):
         """Copy every complete block without a host copy to the host.
 

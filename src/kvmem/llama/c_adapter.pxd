@@ -6,6 +6,7 @@ from kvmem.llama.c_llama cimport llama_context, llama_context_params, llama_mode
 
 cdef extern from "kvmem.h" nogil:
     cdef struct kvmem_memory
+    cdef struct kvmem_host
 
     cdef enum:
         KVMEM_OK
@@ -91,10 +92,12 @@ cdef extern from "kvmem.h" nogil:
     int kvmem_transfer_use(kvmem_memory *memory, const char *name)
     int kvmem_transfer_ceiling(kvmem_memory *memory, double *to_device, double *to_host)
     void kvmem_transfer_fail(kvmem_memory *memory, uint32_t n, int loses_device)
-    unsigned char *kvmem_host_alloc(kvmem_memory *memory, size_t n_bytes)
-    void kvmem_host_free(kvmem_memory *memory, unsigned char *data)
-    void kvmem_host_limit_pinned(kvmem_memory *memory, size_t n_bytes)
-    void kvmem_host_bytes(const kvmem_memory *memory, size_t *pinned, size_t *plain)
+    kvmem_host *kvmem_host_of(kvmem_memory *memory)
+    void kvmem_host_release(kvmem_host *host)
+    unsigned char *kvmem_host_alloc(kvmem_host *host, size_t n_bytes)
+    void kvmem_host_free(kvmem_host *host, unsigned char *data)
+    void kvmem_host_limit_pinned(kvmem_host *host, size_t n_bytes)
+    void kvmem_host_bytes(const kvmem_host *host, size_t *pinned, size_t *plain)
 
     int kvmem_tap_begin(kvmem_memory *memory, const int *layers, uint32_t n_layers, const int *rows,
                         uint32_t n_rows, float *const *out)

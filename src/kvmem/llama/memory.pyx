@@ -20,7 +20,7 @@ __all__ = ["LlamaPort"]
 
 
 @cython.final
-@cython.no_gc_clear  # slab_free is called while others are collected, and needs the context
+@cython.no_gc_clear  # slab_free is called while others are collected
 cdef class LlamaPort(DevicePort):
     """DevicePort over the bounded cache of ``context``; also reads Q while a query is decoded.
 
@@ -30,6 +30,7 @@ cdef class LlamaPort(DevicePort):
     cdef readonly Context context
     cdef readonly object layout
     cdef object _tap_out
+    cdef a.kvmem_host *_host  # of the context's device, and alive beyond it
 
     def __init__(self, Context context not None):
         cdef int block_tokens = context.block_tokens
@@ -41,6 +42,11 @@ cdef class LlamaPort(DevicePort):
         if a.kvmem_follower(context.memory()) != NULL:
             row_bytes += _row_bytes(a.kvmem_follower(context.memory()))
         self.set_shape(n_slots, block_tokens, tuple(row_bytes))
+        if self._host == NULL:
+            self._host = a.kvmem_host_of(context.memory())
+
+    def __dealloc__(self):
+        a.kvmem_host_release(self._host)
 
     cdef int place(self, const CellId *cells, int n) except -1:
         return _check(a.kvmem_cells_place(self.context.memory(), cells, n))
@@ -93,22 +99,21 @@ cdef class LlamaPort(DevicePort):
         return 1
 
     cdef unsigned char *slab_alloc(self, size_t n_bytes) except NULL:
-        cdef unsigned char *slab = a.kvmem_host_alloc(self.context.memory(), n_bytes)
+        cdef unsigned char *slab
+        with nogil:  # 150 MiB of pinned memory take some ten ms
+            slab = a.kvmem_host_alloc(self._host, n_bytes)
         try:
             log.drain()  # it says so when memory is not pinned
         except BaseException:  # a handler of the log, or an interrupt
             if slab != NULL:
-                a.kvmem_host_free(self.context.memory(), slab)
+                a.kvmem_host_free(self._host, slab)
             raise
         if slab == NULL:
             raise MemoryError(f"no {n_bytes} bytes of host memory")
         return slab
 
     cdef void slab_free(self, unsigned char *slab, size_t n_bytes) noexcept:
-        # the store holds this port, which holds the context: that is still open, or its owner
-        # broke the order of closing
-        if self.context._memory != NULL:
-            a.kvmem_host_free(self.context._memory, slab)
+        a.kvmem_host_free(self._host, slab)
 
     def begin_tap(self, const int[::1] layers not None, const int[::1] rows not None):
         """Read Q of the tokens ``rows``, counted over all decode calls from here on, until end_tap.
@@ -204,13 +209,13 @@ cdef class LlamaPort(DevicePort):
 
     def limit_pinned(self, size_t n_bytes):
         """Pin at most this much host memory from now on; what lies beyond is plain memory."""
-        a.kvmem_host_limit_pinned(self.context.memory(), n_bytes)
+        a.kvmem_host_limit_pinned(self._host, n_bytes)
 
     def host_bytes(self):
         """(pinned bytes, plain bytes) of the host memory that is lent for records."""
         cdef size_t pinned = 0
         cdef size_t plain = 0
-        a.kvmem_host_bytes(self.context.memory(), &pinned, &plain)
+        a.kvmem_host_bytes(self._host, &pinned, &plain)
         return pinned, plain
 
     @property
