@@ -11,10 +11,11 @@ from zod import DATE_TIME, EMAIL, UUID
 
 from kvmem.chat import formats
 from kvmem.chat.language import NoText, TextDemands, length_range, write_rules
+from kvmem.chat.pattern import Form
 from kvmem.chat.regex import PatternError
 
 
-def grammar_of(demands: TextDemands, form: str = "json") -> Grammar:
+def grammar_of(demands: TextDemands, form: Form = "json") -> Grammar:
     rule, _, named = write_rules(demands, form).partition("\n")
     return read_grammar(f"root ::= {rule}\n{named}")
 
@@ -38,7 +39,7 @@ def read(text: str, form: str) -> str:
     ],
 )  # fmt: skip
 def test_patterns_at_once(
-    patterns: tuple[str, ...], right: list[str], wrong: list[str], form: str
+    patterns: tuple[str, ...], right: list[str], wrong: list[str], form: Form
 ) -> None:
     grammar = grammar_of(TextDemands(patterns), form)
     for seed in range(60):

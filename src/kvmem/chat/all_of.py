@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvmem.chat.contradictions import nothing
-from kvmem.chat.exclusive import is_equal
 from kvmem.chat.keywords import ASSERTIONS, demands_of, find_target, is_number, with_subschemas
+from kvmem.chat.steps import Steps
+from kvmem.chat.values import is_equal, key_of
 
 __all__ = ["Conflict", "Contradiction", "join", "merge_all_of"]
 
@@ -18,6 +19,7 @@ MOST = frozenset(
     {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties", "maxContains"}
 )
 MAX_SHOWN = 60
+MAX_STEPS = 60_000
 ITEMS = frozenset({"items", "additionalItems"})
 UNEVALUATED = frozenset({"unevaluatedProperties", "unevaluatedItems"})
 EVALUATED = frozenset(
@@ -43,25 +45,33 @@ class Contradiction(Conflict):
 
 
 def merge_all_of(
-    schema: Mapping[str, Any], root: Mapping[str, Any] | None = None
+    schema: Mapping[str, Any],
+    root: Mapping[str, Any] | None = None,
+    steps: Steps | None = None,
 ) -> dict[str, Any]:
     """The schema with each allOf merged into what stands beside it, where that changes nothing.
 
     An allOf whose parts hide each other stays; one whose parts contradict each other becomes the
     schema that no value fits. The schema must not be oversized.
-    root: what references point into, if not the schema.
+    root: what references point into, if not the schema. steps: what it may take, shared with
+    others.
+
+    Raises Spent: it takes more.
     """
-    merged: dict[str, Any] = _Merger(schema if root is None else root).merged(dict(schema))
+    merger = _Merger(schema if root is None else root, steps or Steps(MAX_STEPS))
+    merged: dict[str, Any] = merger.merged(dict(schema))
     return merged
 
 
 class _Merger:
-    def __init__(self, root: Mapping[str, Any]) -> None:
+    def __init__(self, root: Mapping[str, Any], steps: Steps) -> None:
         self._root = root
+        self._steps = steps
         self._targets: dict[str, Mapping[str, Any]] = {}  # what references point to, merged
         self._following: set[str] = set()
 
     def merged(self, node: Any) -> Any:
+        self._steps.spend()
         if not isinstance(node, Mapping):
             return node
         inner = with_subschemas(node, lambda schema, step: self.merged(schema))
@@ -71,8 +81,10 @@ class _Merger:
         beside = {k: v for k, v in inner.items() if k != "allOf"}
         is_alone = len(parts) == 1 and not demands_of(beside)
         try:
-            for part in parts:
-                beside = join(beside, part if is_alone else self._resolved(part))
+            for part in _once(parts):
+                found = part if is_alone else self._resolved(part)
+                self._steps.spend(_n_names(beside) + _n_names(found))
+                beside = join(beside, found)
         except Contradiction as contradiction:
             return contradiction.schema()
         except Conflict:
@@ -120,6 +132,25 @@ def join(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return joined
 
 
+def _once(parts: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Without references that stand there already: a demand made twice is one."""
+    refs: set[str] = set()
+    left = []
+    for part in parts:
+        ref = part.get("$ref") if demands_of(part) == ["$ref"] else None
+        if isinstance(ref, str):
+            if ref in refs:
+                continue
+            refs.add(ref)
+        left.append(part)
+    return left
+
+
+def _n_names(schema: Mapping[str, Any]) -> int:
+    given = (schema.get("properties"), schema.get("required"), schema.get("enum"))
+    return sum(len(names) for names in given if isinstance(names, Mapping | list))
+
+
 def _names(schema: Mapping[str, Any]) -> set[str]:
     properties = schema.get("properties")
     return set(properties) if isinstance(properties, Mapping) else set()
@@ -136,14 +167,14 @@ def _joined_values(keyword: str, one: Any, other: Any) -> Any:
             return _joined_schemas(one, other)
     if isinstance(one, list) and isinstance(other, list):
         if keyword == "required":
-            return one + [name for name in other if name not in one]
+            known = {key_of(name) for name in one}
+            return one + [name for name in other if key_of(name) not in known]
         if keyword == "enum":
-            allowed = {json.dumps(value, sort_keys=True) for value in other}
-            common = [value for value in one if json.dumps(value, sort_keys=True) in allowed]
-            if common:
-                return common
-            if not any(is_equal(value, twin) for value in one for twin in other):
+            allowed = {key_of(value) for value in other}
+            common = [value for value in one if key_of(value) in allowed]
+            if not common:
                 raise Contradiction(keyword, one, other)
+            return common
     if is_number(one) and is_number(other):
         if keyword in LEAST:
             return max(one, other)

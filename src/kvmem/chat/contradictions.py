@@ -13,6 +13,7 @@ from kvmem.chat.keywords import numbers_of, subschemas, with_subschemas
 __all__ = ["BOUNDS", "NOTHING", "cut_out", "integer_range", "is_nothing", "nothing"]
 
 Json = dict[str, Any]
+Schema = Mapping[str, Any]
 Fault = tuple[str, str, str]  # path, keyword, reason
 
 NOTHING: Final[Json] = {"not": {}}
@@ -78,6 +79,7 @@ class _Emptiness:
         self._origins = origins
         self._targets = targets
         self._ending: set[str] = set()  # references that some value fits
+        self._faults: dict[str, Fault | None] = {}  # of what references point to
         self.found: dict[tuple[str, str], str] = {}
         users = defaultdict(list)
         for ref, target in targets.items():
@@ -138,7 +140,9 @@ class _Emptiness:
         if not isinstance(schema, Mapping):
             return None
         if is_nothing(schema):
-            keyword, reason = schema.get(WHY, ("not", "fits no value"))
+            why = schema.get(WHY)
+            # a client's schema has lists alone
+            keyword, reason = why if isinstance(why, tuple) else ("not", "fits no value")
             return path, keyword, reason
         ref = schema.get("$ref")
         if ref is not None:
@@ -154,18 +158,28 @@ class _Emptiness:
         if "const" in schema or "enum" in schema:
             return None
         kinds = schema.get("type")
-        if isinstance(kinds, list) and kinds:
-            faults = [self._fault_of_kind(schema, kind, path) for kind in kinds]
-            return None if None in faults else faults[0]
+        if isinstance(kinds, list):
+            return self._fault_of_kinds(schema, kinds, path)
         return self._fault_of_kind(schema, kinds, path)
+
+    def _fault_of_kinds(self, schema: Schema, kinds: list[Any], path: str) -> Fault | None:
+        """Each type once: with what is inside, work would double at every level."""
+        first = None
+        for kind in dict.fromkeys(kind for kind in kinds if isinstance(kind, str)):
+            fault = self._fault_of_kind(schema, kind, path)
+            if fault is None:
+                return None
+            first = first or fault
+        return first
 
     def _fault_of_target(self, ref: str, path: str) -> Fault:
         """Of a reference that no value fits: what it points to, unless that leads on."""
         origin = self._origins.get(ref, ref)
-        target = self._targets[ref]
-        leads_on = any(used in self._targets for used in _refs_in(target))
-        fault = None if leads_on else self.fault_of(target, origin)
-        return fault or (path, "$ref", f"to {origin} never comes to an end")
+        if ref not in self._faults:
+            target = self._targets[ref]
+            leads_on = any(used in self._targets for used in _refs_in(target))
+            self._faults[ref] = None if leads_on else self.fault_of(target, origin)
+        return self._faults[ref] or (path, "$ref", f"to {origin} never comes to an end")
 
     def _fault_of_all(self, branches: list[Any], path: str) -> Fault | None:
         first = None
@@ -187,9 +201,8 @@ class _Emptiness:
         if kind in (None, "object"):
             properties, required = schema.get("properties"), schema.get("required")
             if isinstance(properties, Mapping) and isinstance(required, list):
-                for name in required:
-                    inner = properties.get(name) if isinstance(name, str) else None
-                    fault = self.fault_of(inner, f"{path}/properties/{name}")
+                for name in dict.fromkeys(name for name in required if isinstance(name, str)):
+                    fault = self.fault_of(properties.get(name), f"{path}/properties/{name}")
                     if fault is not None:
                         return fault
         if kind in (None, "array"):

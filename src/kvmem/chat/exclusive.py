@@ -5,68 +5,62 @@ branch: by its type, by a value that tells them apart, or by a property that one
 other has not. Where that needs a property to be there, or to be left out, the branch is narrowed.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvmem.chat.keywords import is_number, numbers_of
+from kvmem.chat.steps import Spent, Steps
+from kvmem.chat.values import is_kind, is_of_type, key_of
 
-__all__ = ["is_equal", "is_kind", "is_of_type", "make_exclusive"]
+__all__ = ["Prover"]
 
 Json = dict[str, Any]
 Schema = Mapping[str, Any]
 
 MAX_FOLLOWED = 16
+MAX_STEPS = 100_000  # of all proofs about one schema
 KINDS = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 
 
-def make_exclusive(branches: Sequence[Any], targets: Schema) -> list[Any] | None:
-    """The branches, some of them narrowed; None where two may hold at once.
+class Prover:
+    """Proves it for the oneOfs of one schema.
 
     targets: what `#/$defs/NAME` points to, by its name.
     """
-    prover = _Prover(targets)
-    made = list(branches)
-    for one in range(len(branches)):
-        for other in range(len(branches)):
-            if one == other or prover.excludes(made[one], branches[other]):
-                continue
-            narrowed = prover.narrowed(made[one], branches[other])
-            if narrowed is None:
-                return None
-            made[one] = narrowed
-    return made
 
-
-def is_of_type(value: Any, kind: Any) -> bool:
-    """Whether a JSON value is of a type that JSON Schema names."""
-    if isinstance(value, bool):
-        return bool(kind == "boolean")
-    if isinstance(value, int | float):
-        is_whole = isinstance(value, int) or value.is_integer()
-        return bool(kind == "number" or (kind == "integer" and is_whole))
-    names = {str: "string", list: "array", dict: "object", type(None): "null"}
-    return bool(kind == names[type(value)])
-
-
-def is_kind(name: object) -> bool:
-    """Whether JSON Schema has a type of this name."""
-    return isinstance(name, str) and name in KINDS
-
-
-def is_equal(one: Any, other: Any) -> bool:
-    """As JSON has it: 1 is 1.0 and not true."""
-    return _key(one) == _key(other)
-
-
-class _Prover:
     def __init__(self, targets: Schema) -> None:
         self._targets = targets
+        self._steps = Steps(MAX_STEPS)
+        # by what they are keys of, which is kept, so that nothing else comes to its place
+        self._keys: dict[int, tuple[Any, frozenset[str]]] = {}
+
+    def make_exclusive(self, branches: Sequence[Any]) -> list[Any] | None:
+        """The branches, some of them narrowed; None where two may hold at once, or where it takes
+        too long to see that they do not.
+        """
+        made = list(branches)
+        listed = [values for branch in branches if (values := _values(branch)) is not None]
+        try:
+            if len(listed) == len(branches):
+                keys = [self._keys_of(values) for values in listed]
+                return made if len(frozenset().union(*keys)) == sum(map(len, keys)) else None
+            for one in range(len(branches)):
+                for other in range(len(branches)):
+                    if one == other or self.excludes(made[one], branches[other]):
+                        continue
+                    narrowed = self.narrowed(made[one], branches[other])
+                    if narrowed is None:
+                        return None
+                    made[one] = narrowed
+        except Spent:
+            return None
+        return made
 
     def excludes(self, made: Any, other: Any, depth: int = 0) -> bool:
         """Whether no value that a grammar makes of one schema is valid by another."""
+        self._steps.spend()
         one, two = self._resolved(made), self._resolved(other)
-        if one is None or two is None or depth > MAX_FOLLOWED:
+        if one is None or two is None or one is two or depth > MAX_FOLLOWED:
             return False
         if (branches := _branches(one)) is not None:
             return all(self.excludes(branch, two, depth + 1) for branch in branches)
@@ -74,11 +68,14 @@ class _Prover:
             self.excludes(one, branch, depth + 1) for branch in branches
         ):
             return True
-        values = _values(one)
-        if values is not None:
-            return all(self._refuses(two, value) for value in values)
-        values = _values(two)
-        if values is not None and all(self._refuses(one, value) for value in values):
+        mine, theirs = _values(one), _values(two)
+        if mine is not None and theirs is not None:
+            keys, others = self._keys_of(mine), self._keys_of(theirs)
+            self._steps.spend(min(len(keys), len(others)) // 8)
+            return keys.isdisjoint(others)
+        if mine is not None:
+            return all(self._refuses(two, value) for value in mine)
+        if theirs is not None and all(self._refuses(one, value) for value in theirs):
             return True
         common = _kinds(one) & _kinds(two)
         if not common:
@@ -111,7 +108,8 @@ class _Prover:
         if _is_closed(one) and any(name not in mine for name in _required(two)):
             return True
         is_shut = two.get("additionalProperties") is False and "patternProperties" not in two
-        for name in _required(one):
+        # what names its values is soon told apart, and is what writers of schemas mean for it
+        for name in sorted(_required(one), key=lambda name: not self._has_values(mine.get(name))):
             if name not in theirs:
                 if is_shut:
                     return True
@@ -119,15 +117,30 @@ class _Prover:
                 return True
         return False
 
-    def _refuses(self, schema: Schema, value: Any) -> bool:
+    def _has_values(self, schema: Any) -> bool:
+        self._steps.spend()
+        found = self._resolved(schema)
+        return found is not None and _values(found) is not None
+
+    def _keys_of(self, values: Sequence[Any]) -> frozenset[str]:
+        known = self._keys.get(id(values))
+        if known is None:
+            self._steps.spend(len(values))
+            known = self._keys[id(values)] = values, frozenset(map(key_of, values))
+        return known[1]
+
+    def _refuses(self, schema: Schema, value: Any, depth: int = 0) -> bool:
         """Whether a value is certainly not valid."""
+        self._steps.spend()
         branches = _branches(schema)
         if branches is not None:
             found = [self._resolved(branch) for branch in branches]
-            return all(item is not None and self._refuses(item, value) for item in found)
+            return depth < MAX_FOLLOWED and all(
+                item is not None and self._refuses(item, value, depth + 1) for item in found
+            )
         values = _values(schema)
         if values is not None:
-            return _key(value) not in {_key(item) for item in values}
+            return key_of(value) not in self._keys_of(values)
         if not any(is_of_type(value, kind) for kind in _kinds(schema)):
             return True
         if not is_number(value):
@@ -154,8 +167,10 @@ def _branches(schema: Schema) -> Sequence[Any] | None:
     return None
 
 
-def _values(schema: Schema) -> Sequence[Any] | None:
+def _values(schema: Any) -> Sequence[Any] | None:
     """All values that it allows, if it names them."""
+    if not isinstance(schema, Mapping):
+        return None
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")
@@ -189,21 +204,11 @@ def _properties(schema: Schema) -> Schema:
 
 def _required(schema: Schema) -> list[str]:
     required = schema.get("required")
-    return [n for n in required if isinstance(n, str)] if isinstance(required, list) else []
+    names = [n for n in required if isinstance(n, str)] if isinstance(required, list) else []
+    return list(dict.fromkeys(names))
 
 
 def _is_below(one: Schema, two: Schema) -> bool:
     return any(
         high < low for high in numbers_of(one, "maximum") for low in numbers_of(two, "minimum")
     )
-
-
-def _key(value: Any) -> str:
-    """Equal for equal values."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, list):
-        return "[" + ",".join(map(_key, value)) + "]"
-    if isinstance(value, dict):
-        return json.dumps({str(k): _key(v) for k, v in value.items()}, sort_keys=True)
-    return json.dumps(value)

@@ -7,6 +7,7 @@ can still come to an end is a rule.
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -26,6 +27,7 @@ from kvmem.chat.regex import (
     join_ranges,
     read_regex,
 )
+from kvmem.chat.steps import Spent, Steps
 
 __all__ = ["NoText", "TextDemands", "length_range", "write_rules"]
 
@@ -54,22 +56,49 @@ class TextDemands:
         return len(self.patterns) == 1 and self.least == 0 and self.most is None
 
 
-@lru_cache(maxsize=256)
-def write_rules(demands: TextDemands, form: Form = "json") -> str:
+def write_rules(demands: TextDemands, form: Form = "json", steps: Steps | None = None) -> str:
     """An expression for the texts that fit, and below it the rules that it names.
+
+    steps: what is left for this text and others; those that come to nothing take as many.
 
     Raises:
         PatternError: a pattern cannot be read, or all of them come to too much.
         NoText: nothing that can be written fits.
     """
+    if steps is not None and steps.n_left <= 0:
+        raise PatternError("comes to too much beside those of other texts")
+    found, n_steps = _attempt(demands, form)
+    if steps is not None:
+        with suppress(Spent):  # the next one is told
+            steps.spend(n_steps)
+    if isinstance(found, Exception):
+        raise type(found)(*found.args)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _attempt(demands: TextDemands, form: Form) -> tuple[str | PatternError | NoText, int]:
+    """The rules, or why there are none, and the steps that it takes to know."""
+    steps = Steps(MAX_STEPS)
+    found: str | PatternError | NoText
+    try:
+        found = _write(demands, form, steps)
+    except Spent:
+        found = PatternError("comes to too much beside another demand")
+    except (PatternError, NoText) as error:
+        found = type(error)(*error.args)  # without what it came from, which is large
+    return found, MAX_STEPS - steps.n_left
+
+
+def _write(demands: TextDemands, form: Form, steps: Steps) -> str:
     if demands.most is not None and demands.most < demands.least:
         raise NoText
-    readers = [reader for pattern in demands.patterns for reader in _readers(pattern, form)]
+    readers = [reader for pattern in demands.patterns for reader in _readers(pattern, form, steps)]
     if demands.least or demands.most is not None:
         length = Repeat(ANY, demands.least, demands.most)
-        readers.append(_Reader((length,)))
+        readers.append(_Reader((length,), steps=steps))
     name = "t" + hashlib.sha256(repr((demands, form)).encode()).hexdigest()[:12]
-    return _Automaton(readers, form).rules(name)
+    return _Automaton(readers, form, steps).rules(name)
 
 
 def length_range(pattern: str) -> tuple[int, int | None]:
@@ -110,7 +139,7 @@ def _any_of(lengths: list[tuple[int, int | None]]) -> tuple[int, int | None]:
     return min(low for low, _ in lengths), max(most) if len(most) == len(lengths) else None
 
 
-def _readers(pattern: str, form: Form) -> Iterator["_Reader"]:
+def _readers(pattern: str, form: Form, steps: Steps) -> Iterator["_Reader"]:
     """What reads a text by a pattern: itself, and each of the looks ahead that it begins with."""
     whole = read_regex(pattern)
     if form == "plain" and any(
@@ -126,11 +155,15 @@ def _readers(pattern: str, form: Form) -> Iterator["_Reader"]:
             looks.append(rest[0])
             del rest[0]
         whole = Choice(((option[0], *rest),))
-    yield _Reader(*_sequences(whole))
+    yield _Reader(*_sequences(whole), steps=steps)
     for look in looks:
         # what follows need not be all that follows
-        options = [(Anchor("^"), *option) for option in look.inner.options]
-        yield _Reader(*_sequences(Choice(tuple(options))), is_wanted=not look.is_negated)
+        start = Anchor("^")  # which it may say itself
+        options = [
+            option if option[:1] == (start,) else (start, *option) for option in look.inner.options
+        ]
+        whole = Choice(tuple(options))
+        yield _Reader(*_sequences(whole), steps=steps, is_wanted=not look.is_negated)
 
 
 class _Reader:
@@ -139,7 +172,8 @@ class _Reader:
     is_wanted: texts that are read to the end fit; if not, the others do.
     """
 
-    def __init__(self, *sequences: tuple[Node, ...], is_wanted: bool = True) -> None:
+    def __init__(self, *sequences: tuple[Node, ...], steps: Steps, is_wanted: bool = True) -> None:
+        self._steps = steps
         self._moves: list[list[tuple[Ranges, int]]] = [[]]
         self._free: list[list[int]] = [[]]
         self.is_wanted = is_wanted
@@ -173,6 +207,7 @@ class _Reader:
             # those with nothing but free moves are known by what they lead to
             useful = (s for s in found if self._moves[s] or s == self._end)
             known = self._closures[states] = frozenset(useful)
+            self._steps.spend(len(found))
         return known
 
     def _new(self, *before: int) -> int:
@@ -220,13 +255,13 @@ class _Reader:
 class _Automaton:
     """All readers side by side: its states, and the letters that lead from one to another."""
 
-    def __init__(self, readers: list[_Reader], form: Form) -> None:
+    def __init__(self, readers: list[_Reader], form: Form, steps: Steps) -> None:
         self._readers = readers
         self._form = form
         self._numbers: dict[tuple[States, ...], int] = {}
         self._edges: list[dict[int, list[tuple[int, int]]]] = []
         self._ends: set[int] = set()
-        self._n_steps = 0
+        self._work = steps
         waiting = [tuple(reader.start for reader in readers)]
         self._number(waiting[0])
         while waiting:
@@ -277,9 +312,7 @@ class _Automaton:
         starts = {0} | {low for each in moves for low, _, _ in each}
         starts |= {high + 1 for each in moves for _, high, _ in each if high < MAX_POINT}
         bounds = [*sorted(starts), MAX_POINT + 1]
-        self._n_steps += len(bounds) * sum(map(len, moves))
-        if self._n_steps > MAX_STEPS:
-            raise PatternError("comes to too much beside another demand")
+        self._work.spend(len(bounds) * sum(map(len, moves)))
         for low, stop in pairwise(bounds):
             try:
                 write_letters(((low, stop - 1),), self._form)

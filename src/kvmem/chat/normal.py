@@ -12,17 +12,19 @@ digits of their path, and takes those of two tools with the same path for one.
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvmem.chat.all_of import Conflict, Contradiction, join, merge_all_of
 from kvmem.chat.contradictions import NOTHING, cut_out, is_nothing, nothing
-from kvmem.chat.exclusive import is_equal, is_kind, is_of_type, make_exclusive
+from kvmem.chat.exclusive import Prover
 from kvmem.chat.keywords import demands_of, find_target, numbers_of, with_subschemas
 from kvmem.chat.language import TextDemands
 from kvmem.chat.ranges import LARGEST, mark_ranges
+from kvmem.chat.steps import Spent, Steps
 from kvmem.chat.texts import TextWriter
+from kvmem.chat.values import count_values, is_equal, is_kind, is_of_type
 
 __all__ = ["NormalSchema", "normal_schema"]
 
@@ -30,14 +32,11 @@ Json = dict[str, Any]
 
 MAX_MULTIPLES = 1000
 MAX_NODES = 20_000
+MAX_MERGED = 60_000
 # what may evaluate properties beside those that are named
 EVALUATING = frozenset({"anyOf", "oneOf", "allOf", "if", "dependentSchemas", "patternProperties"})
 # patterns of names that any name matches, as schema libraries write records
 ANY_NAME = ("", "^", "$", ".*", "^.*", ".*$", "^.*$", "^(.*)$")
-
-
-class _TooMuch(Exception):
-    """Alternatives within alternatives come to more than can be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,32 +68,37 @@ class _Normalizer:
         self._root = root
         text = json.dumps(root, sort_keys=True, default=str)
         self._digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
-        self._names: dict[str, str] = {}  # pointer -> name
+        self._names: dict[tuple[str, str], str] = {}  # pointer, what is joined to it -> name
         self._made: Json = {}
         self._origins: dict[str, str] = {}  # name, as a reference -> pointer
         self._waiting: list[tuple[str, Any, str]] = []  # name, schema, path: to be made
+        self._merged: dict[int, Any] = {}  # by the id of the root's part that it is made of
         self._texts = TextWriter()
-        self._n_left = MAX_NODES
-        self._widest: tuple[str, str] | None = None  # what is being written out
+        self._nodes = Steps(MAX_NODES)
+        self._merges = Steps(MAX_MERGED)
+        # what is being written out
+        self._widest: tuple[str, str] | None = None
 
     def run(self) -> NormalSchema:
         try:
-            schema = self._node(self._inlined(merge_all_of(self._root)), "#")
+            schema = self._node(self._inlined(self._target("#")), "#")
             while self._waiting:
                 name, target, path = self._waiting.pop()
-                self._made[name] = self._node(target, path)
-        except (_TooMuch, RecursionError):
-            fault = {
-                self._widest
-                or ("#", "the schema"): f"comes to more than {MAX_NODES} schemas, written out"
-            }
-            return NormalSchema({"type": "object"}, unwritten=fault)
+                made = self._target(path) if target is None else target
+                self._made[name] = self._node(made, path)
+        except (Spent, RecursionError):
+            where, reason = self._widest, f"comes to more than {MAX_NODES} schemas, written out"
+            if self._merges.n_left < 0:
+                where, reason = ("#", "allOf"), f"takes more than {MAX_MERGED} steps to merge"
+            return NormalSchema(
+                {"type": "object"}, unwritten={where or ("#", "the schema"): reason}
+            )
         if self._made:
             schema["$defs"] = self._made
         schema, contradictions = cut_out(schema, self._origins)
         self._made = schema.get("$defs", {})
         ranges = dict(self._texts.rules)
-        schema = mark_ranges(self._with_exclusive(schema), ranges)
+        schema = mark_ranges(self._with_exclusive(schema, Prover(self._made)), ranges)
         return NormalSchema(
             schema,
             self._origins,
@@ -124,10 +128,17 @@ class _Normalizer:
     def _target(self, ref: str) -> Any:
         """What a reference points to, with each allOf merged; None for nothing."""
         target = find_target(self._root, ref)
-        return merge_all_of(target, self._root) if isinstance(target, Mapping) else target
+        if not isinstance(target, Mapping):
+            return target
+        if id(target) not in self._merged:
+            self._merged[id(target)] = merge_all_of(target, self._root, self._merges)
+        return self._merged[id(target)]
 
-    def _refer(self, key: str, path: str, schema: Any) -> Json:
-        """A reference to a schema in the new table; equal keys have equal schemas."""
+    def _refer(self, key: tuple[str, str], path: str, schema: Any) -> Json:
+        """A reference to a schema in the new table; equal keys have equal schemas.
+
+        schema: None for what the path points to.
+        """
         if key not in self._names:
             name = self._names[key] = f"k{self._digest}x{len(self._names)}"
             self._origins[f"#/$defs/{name}"] = path
@@ -135,9 +146,7 @@ class _Normalizer:
         return {"$ref": f"#/$defs/{self._names[key]}"}
 
     def _node(self, schema: Any, path: str) -> Any:
-        self._n_left -= 1
-        if self._n_left < 0:
-            raise _TooMuch
+        self._nodes.spend()
         if isinstance(schema, bool):
             return {} if schema else dict(NOTHING)
         if not isinstance(schema, Mapping):
@@ -147,17 +156,20 @@ class _Normalizer:
             for k, v in schema.items()
             if (v is not None or k == "const") and k not in ("$defs", "definitions")
         }
+        if isinstance(kinds := node.get("type"), list) and all(map(is_kind, kinds)):
+            node["type"] = list(dict.fromkeys(kinds))
         for keyword in ("anyOf", "oneOf"):
             if isinstance(node.get(keyword), list) and len(demands_of(node)) > 1:
                 node = self._distributed(node, keyword, path)
         if isinstance(names := node.get("propertyNames"), Mapping):
-            node["propertyNames"] = self._inlined(merge_all_of(names, self._root))
+            node["propertyNames"] = self._inlined(merge_all_of(names, self._root, self._merges))
         node = with_subschemas(node, lambda inner, step: self._node(inner, f"{path}/{step}"))
         if isinstance(ref := node.get("$ref"), str):
             if ref in self._origins:  # made here
                 return node
-            target = self._target(ref)
-            return node if target is None else {**node, **self._refer(ref, ref, target)}
+            if find_target(self._root, ref) is None:
+                return node
+            return {**node, **self._refer((ref, ""), ref, None)}
         for step in (_plain_values, _plain_numbers, _plain_objects, _plain_arrays):
             node = step(node)
         return self._texts.plain(node, path)
@@ -169,18 +181,24 @@ class _Normalizer:
         if self._widest is None or not path.startswith(f"{self._widest[0]}/"):
             self._widest = (path, keyword)
         branches: list[Any] = []
+        text = json.dumps(beside, sort_keys=True, default=str)
+        key = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+        size = count_values(beside)
+        room = Steps(self._nodes.n_left)
         for branch in node[keyword]:
             try:
-                branches.append(self._joined(beside, branch))
+                branches.append(self._joined(beside, branch, key, lambda: room.spend(size)))
             except Contradiction as contradiction:
                 branches.append(contradiction.schema())
             except Conflict:
                 return node
         return {**others, keyword: branches}
 
-    def _joined(self, beside: Json, branch: Any) -> Any:
+    def _joined(self, beside: Json, branch: Any, key: str, spend: Callable[[], None]) -> Any:
         """Both as one. What a reference points to may come back to itself: it is joined once, and
         has a name.
+
+        key: of what is beside. spend: called before it is written out once more.
         """
         if isinstance(branch, bool):
             return beside if branch else False
@@ -188,23 +206,28 @@ class _Normalizer:
             raise Conflict
         ref = branch.get("$ref")
         if not isinstance(ref, str):
+            spend()
             return join(beside, branch)
-        target = self._inlined(branch)
-        if demands_of(branch) != ["$ref"] or "$ref" in target:
+        if demands_of(branch) != ["$ref"]:
             raise Conflict
-        key = f"{ref} {json.dumps(beside, sort_keys=True, default=str)}"
-        return self._refer(key, ref, join(beside, target))
+        if (ref, key) in self._names:
+            return self._refer((ref, key), ref, None)
+        target = self._inlined(branch)
+        if "$ref" in target:
+            raise Conflict
+        spend()
+        return self._refer((ref, key), ref, join(beside, target))
 
-    def _with_exclusive(self, node: Any) -> Any:
+    def _with_exclusive(self, node: Any, prover: Prover) -> Any:
         """The same with each oneOf that can be one as an anyOf of branches that exclude each
         other.
         """
         if not isinstance(node, Mapping):
             return node
-        node = with_subschemas(node, lambda inner, step: self._with_exclusive(inner))
+        node = with_subschemas(node, lambda inner, step: self._with_exclusive(inner, prover))
         branches = node.get("oneOf")
         if isinstance(branches, list) and branches and "anyOf" not in node:
-            exclusive = make_exclusive(branches, self._made)
+            exclusive = prover.make_exclusive(branches)
             if exclusive is not None:
                 node = {k: v for k, v in node.items() if k != "oneOf"}
                 node["anyOf"] = exclusive

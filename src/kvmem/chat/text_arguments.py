@@ -6,6 +6,7 @@ values that are named, patterns, formats, and lengths from below.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,12 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvmem.chat import formats
-from kvmem.chat.exclusive import is_of_type
 from kvmem.chat.keywords import demands_of, numbers_of
 from kvmem.chat.language import NoText, TextDemands, write_rules
 from kvmem.chat.normal import NormalSchema
 from kvmem.chat.pattern import write_pattern
 from kvmem.chat.regex import PatternError
+from kvmem.chat.steps import Steps
+from kvmem.chat.texts import MAX_STEPS
+from kvmem.chat.values import is_of_type
 from kvmem.errors import UnsupportedContentError
 
 __all__ = [
@@ -136,11 +139,12 @@ def only_properties(schema: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _forms(normal: NormalSchema) -> Iterator[tuple[str, _Form]]:
     properties = normal.schema.get("properties")
+    steps = Steps(MAX_STEPS)
     for name, schema in properties.items() if isinstance(properties, Mapping) else ():
-        yield name, _form_of(list(_alternatives(schema, normal)), normal)
+        yield name, _form_of(list(_alternatives(schema, normal)), normal, steps)
 
 
-def _form_of(alternatives: list[Any], normal: NormalSchema) -> _Form:
+def _form_of(alternatives: list[Any], normal: NormalSchema, steps: Steps) -> _Form:
     if not any(_may_be_text(item) for item in alternatives):
         return _Form(None)  # JSON, which llama.cpp holds to the schema
     if not all(isinstance(item, Mapping) for item in alternatives):
@@ -160,7 +164,7 @@ def _form_of(alternatives: list[Any], normal: NormalSchema) -> _Form:
         if values is not None:
             rule: str | None = _values_rule(values, kinds)
         else:
-            rule = _type_rule(item, normal) if kinds <= harmless else None
+            rule = _type_rule(item, normal, steps) if kinds <= harmless else None
         if rule is None:
             lost += [k for k in demands_of(item) if k != "type"] or ["type"]
         else:
@@ -257,7 +261,7 @@ def _values_rule(values: Sequence[Any], kinds: set[str]) -> str:
     return f"({texts}) {_literal(CLOSING)}" if texts else ""
 
 
-def _type_rule(schema: Mapping[str, Any], normal: NormalSchema) -> str | None:
+def _type_rule(schema: Mapping[str, Any], normal: NormalSchema, steps: Steps) -> str | None:
     """A rule for the values of a type, with what it demands of texts; None where there is none."""
     kind = schema.get("type")
     if kind in ("null", "boolean"):
@@ -270,7 +274,7 @@ def _type_rule(schema: Mapping[str, Any], normal: NormalSchema) -> str | None:
     elif demands == {"format"} and schema["format"] in formats.KNOWN:
         texts = TextDemands((formats.PLAIN[schema["format"]],))
     elif demands == {"minLength"} and numbers_of(schema, "minLength"):
-        least = int(schema["minLength"])
+        least = max(0, math.ceil(schema["minLength"]))
         # the first ones on one line, so that the closing tag is none of them
         return rf"[^\x0A]{{{least}}} {ANY_TEXT}" if least <= MAX_LEAST else None
     if texts is None:
@@ -279,7 +283,7 @@ def _type_rule(schema: Mapping[str, Any], normal: NormalSchema) -> str | None:
         with suppress(PatternError):  # it may look ahead
             return f"{write_pattern(texts.patterns[0], form='plain')[1:-1]} {_literal(CLOSING)}"
     try:
-        written, _, named = write_rules(texts, "plain").partition("\n")
+        written, _, named = write_rules(texts, "plain", steps).partition("\n")
     except (PatternError, NoText):
         return None
     return f"{written} {_literal(CLOSING)}\n{named}"

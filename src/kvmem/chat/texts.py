@@ -9,12 +9,17 @@ from kvmem.chat.keywords import numbers_of
 from kvmem.chat.language import NoText, TextDemands, length_range, write_rules
 from kvmem.chat.pattern import write_pattern
 from kvmem.chat.regex import PatternError
+from kvmem.chat.steps import Spent, Steps
 
-__all__ = ["TextWriter"]
+__all__ = ["MAX_STEPS", "TextWriter"]
 
 Json = dict[str, Any]
 
-MAX_RULES = 10_000  # of all texts of a schema
+# of all texts of a schema: rules, letters of patterns, and steps to find them
+MAX_RULES = 10_000
+MAX_LETTERS = 1 << 18
+MAX_STEPS = 600_000
+TOO_MUCH = "comes to too much beside those of other texts"
 LENGTHS = ("minLength", "maxLength")
 KEYWORDS = ("pattern", "format", *LENGTHS)
 
@@ -31,7 +36,9 @@ class TextWriter:
         self.patterns: dict[str, TextDemands] = {}
         self.rules: dict[str, str] = {}
         self.unwritten: dict[tuple[str, str], str] = {}
-        self._n_left = MAX_RULES
+        self._rules = Steps(MAX_RULES)
+        self._letters = Steps(MAX_LETTERS)
+        self._work = Steps(MAX_STEPS)
 
     def plain(self, node: Json, path: str) -> Json:
         """The schema with all that it demands of texts in one keyword, where that can be."""
@@ -70,20 +77,28 @@ class TextWriter:
         """A pattern, or one that a rule takes the place of."""
         if demands.is_one_pattern:
             try:
-                return write_pattern(demands.patterns[0])
+                return self._counted(write_pattern(demands.patterns[0]))
             except PatternError as error:
                 try:
-                    rules = write_rules(demands)  # it may look ahead
+                    rules = write_rules(demands, steps=self._work)  # it may look ahead
                 except PatternError:
                     raise error from None
         else:
-            rules = write_rules(demands)
-        self._n_left -= rules.count("\n")
-        if self._n_left < 0:
-            raise PatternError("comes to too much beside those of other texts")
+            rules = write_rules(demands, steps=self._work)
+        try:
+            self._rules.spend(rules.count("\n"))
+        except Spent:
+            raise PatternError(TOO_MUCH) from None
         name = rules.partition("\n")[0]
         self.rules[f'"{name.replace("-", "")}"'] = rules
         return f"^{name.replace('-', '')}$"
+
+    def _counted(self, pattern: str) -> str:
+        try:
+            self._letters.spend(len(pattern))
+        except Spent:
+            raise PatternError(TOO_MUCH) from None
+        return pattern
 
 
 def _is_known(form: str) -> bool:
