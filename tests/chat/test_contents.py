@@ -9,7 +9,6 @@ import pytest
 import tiny_vocab
 
 from kvmem.chat.contents import ContentFinder
-from kvmem.chat.format import TemplateFormat
 from kvmem.chat.render import ChatRenderer
 from kvmem.chat.request import parse_chat_request
 from kvmem.engine.prompt import Prompt
@@ -119,7 +118,7 @@ def test_contents_are_where_they_are_found_without_memory(vocab: Vocab, name: st
 def test_only_new_messages_are_rendered_again(role: str) -> None:
     with ChatTemplate(None, tiny_vocab.CHATML_TOOLS) as template:
         counting = CountingTemplate(template)
-        finder = ContentFinder(counting, TemplateFormat(template))  # type: ignore[arg-type]
+        finder = ContentFinder(counting)  # type: ignore[arg-type]
         messages: list[Message] = [{"role": "user", "content": "What is on the hill?"}]
         sizes = []
         for turn in range(30):

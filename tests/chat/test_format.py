@@ -391,6 +391,10 @@ def test_demands_on_loose_tools_are_told(vocab: Vocab) -> None:
         ({"anyOf": []}, "anyOf at #/properties/a/anyOf must be a list of schemas"),
         ({"allOf": [{"const": 1}, {"const": 2}]}, "const at #/properties/a 1 contradicts 2"),
         (WIDE, "the schema at #/properties/a is not enforced: "),
+        (
+            {"allOf": [{"$ref": "#"}, {"minProperties": 1}]},
+            "allOf at #/properties/a cannot be written as one schema: $ref to # comes back",
+        ),
         (5, "the schema at #/properties/a must be an object"),
     ],
 )

@@ -1,6 +1,7 @@
 """Schemas as llama.cpp is to get them: what its grammar allows, the client's schema does too."""
 
 import json
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -14,9 +15,13 @@ from zod import DATE_TIME, EMAIL, UUID
 
 from kvmem.chat.normal import NormalSchema, normal_schema
 from kvmem.chat.ranges import put_rules
+from kvmem.chat.render import ChatRenderer
+from kvmem.chat.request import parse_chat_request
 from kvmem.chat.schema import find_oversized, find_unenforced
 from kvmem.llama.grammar import check_grammar, schema_grammar
 from kvmem.llama.model import Model
+from kvmem.llama.template import ChatTemplate
+from kvmem.llama.vocab import Vocab
 
 Json = dict[str, Any]
 
@@ -346,3 +351,24 @@ def test_any_schema_is_enforced_or_named(schema: Any, target: Any) -> None:
     for seed in range(8):
         text = grammar.text(seed, most=2)
         validator.validate(json.loads(text))
+
+
+@pytest.fixture(scope="module")
+def renderer(model: Model) -> Iterator[ChatRenderer]:
+    with ChatTemplate(model) as template:
+        yield ChatRenderer(template, Vocab(model))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(schema=SCHEMAS, target=SCHEMAS, name=NAMES)
+def test_any_schema_of_a_tool_that_is_not_strict_is_served(
+    renderer: ChatRenderer, schema: Any, target: Any, name: str
+) -> None:
+    """Whatever cannot be enforced is told."""
+    parameters = {"type": "object", "properties": {name: schema}, "$defs": {"d": target}}
+    if list(find_oversized(parameters)):
+        return
+    function = {"name": "f", "parameters": parameters}
+    body = {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required",
+            "tools": [{"type": "function", "function": function}]}  # fmt: skip
+    assert renderer.render(parse_chat_request(body)).sampling.extra["constraint"]

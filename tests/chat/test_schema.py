@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvmem.chat.all_of import merge_all_of
+from kvmem.chat.all_of import UNMERGED, merge_all_of
 from kvmem.chat.keywords import ASSERTIONS
 from kvmem.chat.normal import normal_schema
 from kvmem.chat.schema import find_contradictions, find_oversized, find_unenforced
@@ -123,7 +123,9 @@ def test_what_a_grammar_keeps(model: Model, schema: Json) -> None:
         ({"type": "colour"}, "#", "type"),
         ({"anyOf": []}, "#/anyOf", "anyOf"),
         ({"type": "string", "minLength": -1}, "#", "minLength"),
-        ({"allOf": [obj(a={}), obj(b={})]}, "#/allOf/0", "additionalProperties"),
+        ({"allOf": [obj(a={}), obj(b={})]}, "#", "allOf"),
+        (obj(a={"allOf": 5}), "#/properties/a", "allOf"),
+        (obj(a={"allOf": [5]}), "#/properties/a", "allOf"),
         ({"type": "integer", "minimum": 10**25}, "#", "minimum"),
         ({"type": "integer", "maximum": 2**63}, "#", "maximum"),
         ({"type": "integer", "minimum": -(2**63)}, "#", "minimum"),
@@ -210,6 +212,7 @@ def test_what_is_too_large_for_llamacpp(schema: Json, reason: str) -> None:
         ({"allOf": [{"const": 1}, {"type": "string"}]}, "const at # is not of the type string"),
         ({"type": "integer", "enum": ["a"]}, "enum at # has no value of the type integer"),
         ({"enum": []}, "enum at # has no value"),
+        ({"allOf": [{}, False]}, "allOf at # has a part that no value fits"),
         ({"type": "integer", "allOf": [{"minimum": 5}, {"maximum": 3}]},
          "minimum 5 at # contradicts maximum 3"),
         ({"type": "string", "allOf": [{"minLength": 5}, {"maxLength": 3}]},
@@ -286,6 +289,7 @@ def test_what_no_value_fits_is_left_out_where_another_does(schema: Json, left: J
         ({"allOf": [{"properties": {"a": {}}}, {"properties": {"a": {"type": "null"}}}]},
          {"properties": {"a": {"type": "null"}}}),
         ({"allOf": [{"anyOf": [{"type": "null"}]}]}, {"anyOf": [{"type": "null"}]}),
+        ({"allOf": [True, {"type": "null"}, True]}, {"type": "null"}),
         ({"allOf": [{"enum": [1, 2]}, {"enum": [2, True]}]}, {"enum": [2]}),
         ({"allOf": [{"properties": {"a": {}}, "required": ["a"]}, {"$ref": "#/d"}],
           "d": {"properties": {"b": {}}, "required": ["b"]}},
@@ -314,8 +318,17 @@ def test_parts_become_one_schema(schema: Json, merged: Json) -> None:
     ],
 )
 def test_parts_that_hide_each_other_stay(model: Model, schema: Json) -> None:
-    assert merge_all_of(schema) == schema
-    assert lost(model, schema)
+    merged = merge_all_of(schema)
+    assert {**merged, UNMERGED: ""} == {**schema, UNMERGED: ""} and merged[UNMERGED]
+    assert ("#", "allOf") in lost(model, schema)
+    assert "allOf" not in str(normal_schema(schema).schema), "llama.cpp does not get it"
+
+
+def test_what_llamacpp_would_follow_without_end_does_not_reach_it(model: Model) -> None:
+    """Its own merging of an allOf overflows the stack where a part leads back to it."""
+    for parts in ([True, {"$ref": "#"}], [{"$ref": "#"}, {"minProperties": 1}], [{"$ref": "#"}]):
+        schema = obj(a={"allOf": parts}, b={"type": "null"})
+        check_grammar(model, schema_grammar(normal_schema(schema).schema))
 
 
 CHAIN = "".join(f"a{i} ::= a{i + 1}%s | a{i + 1}%s\n" for i in range(40)) + 'a40 ::= "x"'

@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from kvmem.chat.contradictions import nothing
 from kvmem.chat.keywords import ASSERTIONS, demands_of, find_target, is_number, with_subschemas
 from kvmem.chat.steps import Steps
 from kvmem.chat.values import is_equal, key_of
 
-__all__ = ["Conflict", "Contradiction", "join", "merge_all_of"]
+__all__ = ["UNMERGED", "Conflict", "Contradiction", "join", "merge_all_of"]
 
 # of two such demands, one holds both
 LEAST = frozenset(
@@ -27,8 +27,12 @@ EVALUATED = frozenset(
 )
 
 
+UNMERGED: Final = "x-unmerged"
+"""Stands beside an allOf that stays, and says why."""
+
+
 class Conflict(Exception):
-    """Two demands that do not come to one."""
+    """Two demands that do not come to one; the message says which."""
 
 
 class Contradiction(Conflict):
@@ -51,8 +55,8 @@ def merge_all_of(
 ) -> dict[str, Any]:
     """The schema with each allOf merged into what stands beside it, where that changes nothing.
 
-    An allOf whose parts hide each other stays; one whose parts contradict each other becomes the
-    schema that no value fits. The schema must not be oversized.
+    An allOf whose parts hide each other stays, with UNMERGED; one whose parts contradict each
+    other becomes the schema that no value fits. The schema must not be oversized.
     root: what references point into, if not the schema. steps: what it may take, shared with
     others.
 
@@ -75,35 +79,44 @@ class _Merger:
         if not isinstance(node, Mapping):
             return node
         inner = with_subschemas(node, lambda schema, step: self.merged(schema))
-        parts = inner.get("allOf")
-        if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+        if inner.get("allOf") is None:
             return inner
-        beside = {k: v for k, v in inner.items() if k != "allOf"}
+        beside = {k: v for k, v in inner.items() if k not in ("allOf", UNMERGED)}
+        parts = inner["allOf"]
+        if not isinstance(parts, list):
+            return {**inner, UNMERGED: "must be a list of schemas"}
+        if False in parts:
+            return nothing("allOf", "has a part that no value fits")
+        parts = [part for part in parts if part is not True]
         is_alone = len(parts) == 1 and not demands_of(beside)
         try:
             for part in _once(parts):
+                if not isinstance(part, Mapping):
+                    raise Conflict("a part is no schema")
                 found = part if is_alone else self._resolved(part)
                 self._steps.spend(_n_names(beside) + _n_names(found))
                 beside = join(beside, found)
         except Contradiction as contradiction:
             return contradiction.schema()
-        except Conflict:
-            return inner
+        except Conflict as conflict:
+            return {**inner, UNMERGED: f"cannot be written as one schema: {conflict}"}
         return beside
 
     def _resolved(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
         """What a part of nothing but a reference points to."""
         if "$ref" not in part:
             if "allOf" in part:
-                raise Conflict
+                raise Conflict("an allOf in it cannot either")
             return part
         ref = part["$ref"]
-        if not isinstance(ref, str) or ref in self._following or demands_of(part) != ["$ref"]:
-            raise Conflict
+        if not isinstance(ref, str) or demands_of(part) != ["$ref"]:
+            raise Conflict("something stands beside a $ref")
+        if ref in self._following:
+            raise Conflict(f"$ref to {ref} comes back to itself")
         if ref not in self._targets:
             target = find_target(self._root, ref)
             if not isinstance(target, Mapping):
-                raise Conflict
+                raise Conflict(f"$ref points to {ref}, which is not there")
             self._following.add(ref)
             try:
                 self._targets[ref] = self._resolved(self.merged(target))
@@ -118,11 +131,11 @@ def join(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
         # some keywords speak of the properties and items of their own part
         others = _names(open_) - _names(closed) or "patternProperties" in open_
         if closed.get("additionalProperties", True) is not True and others:
-            raise Conflict
+            raise Conflict("additionalProperties speaks of what another part has")
         if "prefixItems" in open_ and closed.keys() & ITEMS and "prefixItems" not in closed:
-            raise Conflict
+            raise Conflict("items speaks of what another part has")
     if other.keys() & UNEVALUATED and one.keys() & EVALUATED:
-        raise Conflict
+        raise Conflict("unevaluatedProperties or unevaluatedItems looks at other parts")
     joined = dict(one)
     for keyword, value in other.items():
         if keyword not in joined or keyword not in ASSERTIONS:
@@ -186,7 +199,7 @@ def _joined_values(keyword: str, one: Any, other: Any) -> Any:
         return types[0] if len(types) == 1 else types
     if keyword == "const" and not is_equal(one, other):
         raise Contradiction(keyword, one, other)
-    raise Conflict
+    raise Conflict(f"it has two demands by {keyword}")
 
 
 def _joined_schemas(one: Any, other: Any) -> Any:
@@ -197,9 +210,9 @@ def _joined_schemas(one: Any, other: Any) -> Any:
     if not _is_different(one, other):
         return one
     if not isinstance(one, Mapping) or not isinstance(other, Mapping):
-        raise Conflict
+        raise Conflict("a part has what is no schema")
     if ("$ref" in one or "$ref" in other) and demands_of(one) and demands_of(other):
-        raise Conflict
+        raise Conflict("something stands beside a $ref")
     try:
         return join(one, other)
     except Contradiction as contradiction:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from kvmem.chat.format import TemplateFormat
 from kvmem.chat.messages import Message
 from kvmem.chat.request import ChatRequest
 from kvmem.errors import RequestError
@@ -59,9 +58,8 @@ class _Located:
 class ContentFinder:
     """Finds contents for one template. Several threads may use it at a time."""
 
-    def __init__(self, template: ChatTemplate, form: TemplateFormat) -> None:
+    def __init__(self, template: ChatTemplate) -> None:
         self._template = template
-        self._format = form
         self._lock = threading.Lock()
         self._kept: list[_Located] = []
 
@@ -172,7 +170,7 @@ class ContentFinder:
             messages[i] = _marked(bare, f"[{nonce}:{i}:", f":{i}:{nonce}]")
         if shown is not None:
             messages = [messages[i] for i in shown]
-        fields = self._format.without_grammar(prompt.fields)
+        fields = prompt.fields
         fields = {**fields, "messages": [message.for_template() for message in messages]}
         try:
             marked: str = self._template.render(fields)["prompt"]

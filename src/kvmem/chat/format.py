@@ -192,11 +192,13 @@ class TemplateFormat:
                 raise FieldError(where, f"cannot be enforced: {error}") from None
         return held
 
-    def without_grammar(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """The same request for its prompt alone, without the time that a grammar takes."""
+    def for_prompt(self, fields: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
+        """What the prompt is made of: the tools as the client wrote them, and no grammar, which
+        llama.cpp may not survive to make of them. Where it makes one in any case, what it can.
+        """
         if "tools" in fields and self._prompt_ignores_choice:
             return {**fields, "tool_choice": "none"}
-        return fields
+        return held
 
     @cached_property
     def _prompt_ignores_choice(self) -> bool:

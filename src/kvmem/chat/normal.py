@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmem.chat.all_of import Conflict, Contradiction, join, merge_all_of
+from kvmem.chat.all_of import UNMERGED, Conflict, Contradiction, join, merge_all_of
 from kvmem.chat.contradictions import NOTHING, cut_out, is_nothing, nothing
 from kvmem.chat.exclusive import Prover
 from kvmem.chat.keywords import demands_of, find_target, numbers_of, with_subschemas
@@ -74,6 +74,7 @@ class _Normalizer:
         self._waiting: list[tuple[str, Any, str]] = []  # name, schema, path: to be made
         self._merged: dict[int, Any] = {}  # by the id of the root's part that it is made of
         self._texts = TextWriter()
+        self._unwritten: dict[tuple[str, str], str] = {}
         self._nodes = Steps(MAX_NODES)
         self._merges = Steps(MAX_MERGED)
         # what is being written out
@@ -105,7 +106,7 @@ class _Normalizer:
             self._texts.patterns,
             ranges,
             contradictions,
-            self._texts.unwritten,
+            {**self._unwritten, **self._texts.unwritten},
         )
 
     def _inlined(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -172,6 +173,9 @@ class _Normalizer:
             return {**node, **self._refer((ref, ""), ref, None)}
         for step in (_plain_values, _plain_numbers, _plain_objects, _plain_arrays):
             node = step(node)
+        if "allOf" in node:  # llama.cpp keeps little of it, and follows its references without end
+            self._unwritten[path, "allOf"] = node.get(UNMERGED, "is lost")
+            node = {k: v for k, v in node.items() if k not in ("allOf", UNMERGED)}
         return self._texts.plain(node, path)
 
     def _distributed(self, node: Json, keyword: str, path: str) -> Json:

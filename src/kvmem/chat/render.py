@@ -71,7 +71,7 @@ class ChatRenderer:
         self._vocab = vocab
         self._format = TemplateFormat(template)
         self._tokenizer = SegmentTokenizer(vocab, self._format.source)
-        self._contents = ContentFinder(template, self._format)
+        self._contents = ContentFinder(template)
 
     def render(self, request: ChatRequest) -> RenderedChat:
         """Raises RequestError with the template's reason where it refuses the messages."""
@@ -81,13 +81,13 @@ class ChatRenderer:
         )
         fields = _template_fields(request, self._format.calls_in_parallel(request))
         held, parameters = _held_fields(request, fields, demands)
-        if held is fields:
-            parser = self._open(request, fields)
+        shown = self._format.for_prompt(fields, held)
+        if held is fields or shown is held:
+            parser = self._open(request, held)
             text = parser.rendered["prompt"]
         else:
-            # the prompt shows the tools as the client wrote them, and all of them, so that its
-            # beginning stays what it was
-            prompt = self._render(request, self._format.without_grammar(fields))
+            # it shows all tools, so that its beginning stays what it was
+            prompt = self._render(request, shown)
             text = prompt["prompt"]
             parser = self._open_held(request, held, prompt["generation_prompt"])
         if not text:
@@ -98,7 +98,7 @@ class ChatRenderer:
             result = {**result, "grammar": grammar}
         return RenderedChat(
             text=text,
-            prompt=self._locate(request, fields, text, self._tokenizer.tokenize(text)),
+            prompt=self._locate(request, shown, text, self._tokenizer.tokenize(text)),
             stops=(*request.stop, *result["stops"]),
             parser=parser,
             sampling=bind(

@@ -62,9 +62,7 @@ TYPED: Mapping[str, str] = {
     "exclusiveMinimum": "integer",
     "exclusiveMaximum": "integer",
 }
-# what a part of an allOf may have; the rest of it is lost, and of closed parts the closing
-IN_ALL_OF = frozenset({"type", "properties", "required"})
-ALTERNATIVES = ("oneOf", "anyOf", "allOf")
+ALTERNATIVES = ("oneOf", "anyOf")
 # what the presence of a keyword makes llama.cpp forget about the rest of its schema
 DECIDING = ("$ref", "oneOf", "anyOf", "const", "enum")
 
@@ -215,12 +213,6 @@ class _Walk:
         self, schema: Mapping[str, Any], keyword: str, kinds: Sequence[Any], path: str
     ) -> Iterator[Unenforced]:
         value = schema[keyword]
-        if keyword == "allOf":
-            yield from self._visit_alternatives(value, f"{path}/allOf")
-            yield from self._visit_parts(value, f"{path}/allOf")
-            if any(k in schema for k in ("properties", "additionalProperties", "items")):
-                yield Unenforced(path, "allOf", "is lost beside the properties")
-            return
         kind = TYPED.get(keyword)
         if kind is None:
             yield Unenforced(path, keyword)
@@ -304,27 +296,6 @@ class _Walk:
             return
         for index, item in enumerate(value):
             yield from self._visit(item, f"{path}/{index}")
-
-    def _visit_parts(self, value: Any, path: str) -> Iterator[Unenforced]:
-        """Parts of an allOf: of each, no more than its properties is kept."""
-        names: set[str] = set()
-        for index, item in enumerate(value if isinstance(value, list) else ()):
-            part = item
-            if isinstance(item, Mapping) and item.get("$ref") in self._normal.origins:
-                part = _target(self._normal.schema, item["$ref"])
-            if not isinstance(part, Mapping):
-                continue
-            for keyword, inner in part.items():
-                is_lost = keyword in demands_of(part) and keyword not in IN_ALL_OF
-                if is_lost and not (keyword == "additionalProperties" and inner is True):
-                    yield Unenforced(f"{path}/{index}", keyword, "is lost in allOf")
-            if part.get("type", "object") != "object":
-                yield Unenforced(f"{path}/{index}", "type", "is lost in allOf")
-            properties = part.get("properties")
-            for name in properties if isinstance(properties, Mapping) else ():
-                if name in names:
-                    yield Unenforced(f"{path}/{index}", "properties", f"has {name!r} once more")
-                names.add(name)
 
     def _follow(self, ref: Any, path: str) -> Iterator[Unenforced]:
         if isinstance(ref, str) and ref in self._normal.origins:
