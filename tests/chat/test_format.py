@@ -391,10 +391,6 @@ def test_demands_on_loose_tools_are_told(vocab: Vocab) -> None:
         ({"anyOf": []}, "anyOf at #/properties/a/anyOf must be a list of schemas"),
         ({"allOf": [{"const": 1}, {"const": 2}]}, "const at #/properties/a 1 contradicts 2"),
         (WIDE, "the schema at #/properties/a is not enforced: "),
-        (
-            {"allOf": [{"$ref": "#"}, {"minProperties": 1}]},
-            "allOf at #/properties/a cannot be written as one schema: $ref to # comes back",
-        ),
         (5, "the schema at #/properties/a must be an object"),
     ],
 )
@@ -416,6 +412,15 @@ def test_a_broken_schema_costs_a_loose_tool_no_more_than_that_argument(
     loose["function"]["strict"] = True
     with pytest.raises(FieldError, match="of the strict function f"):
         render(vocab, tools=[LOOK, loose], tool_choice=choice)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+def test_an_all_of_that_leads_back_to_itself(vocab: Vocab, choice: str) -> None:
+    """llama.cpp would follow it until its stack ends, and the process with it."""
+    for parts in ([True, {"$ref": "#"}], [{"$ref": "#"}, {"minProperties": 1}]):
+        rendered = render(vocab, tools=[tool("f", a={"allOf": parts})], tool_choice=choice)
+        assert '"allOf"' in rendered.text
+    assert choice == "none" or any("comes back to itself" in note for note in rendered.notes)
 
 
 def test_a_template_without_tools_says_so(vocab: Vocab) -> None:
