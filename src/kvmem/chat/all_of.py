@@ -90,9 +90,9 @@ class _Merger:
         parts = [part for part in parts if part is not True]
         is_alone = len(parts) == 1 and not demands_of(beside)
         try:
+            if not all(isinstance(part, Mapping) for part in parts):
+                raise Conflict("a part is no schema")
             for part in _once(parts):
-                if not isinstance(part, Mapping):
-                    raise Conflict("a part is no schema")
                 found = part if is_alone else self._resolved(part)
                 self._steps.spend(_n_names(beside) + _n_names(found))
                 beside = join(beside, found)
