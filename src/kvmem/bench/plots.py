@@ -145,8 +145,10 @@ def _lines_or_bars(what: str, unit: str, series: Mapping[str, Points]) -> Draw:
             middle = statistics.median(values)
             spread = [[middle - min(values)], [max(values) - middle]]
             bars = axes.bar([name], [middle], yerr=spread, capsize=4, color=COLOURS[name])
-            axes.bar_label(bars, [f"{middle:.3g}"], label_type="center")
+            said = f"{middle:,.0f}" if middle >= 100 else f"{middle:.3g}"
+            axes.bar_label(bars, [said], label_type="center", color="white", weight="bold")
         axes.set(title=f"{what}\n({depths[0]:,} tokens)", ylabel=unit, ylim=(0, None))
+        axes.grid(visible=False, axis="x")
         axes.margins(y=0.1)
 
     def draw_nothing(axes: "Axes") -> None:
@@ -177,8 +179,9 @@ def _save(drawings: Sequence[Draw], path: Path, title: str) -> list[Path]:
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     figure.suptitle(title, fontsize="medium")
     for axes, draw in zip(figure.subplots(2, 2).flat, drawings, strict=True):
-        draw(axes)
         axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+        draw(axes)
     written = [path.with_suffix(ending) for ending in (".png", ".svg")]
     for target in written:
         figure.savefig(target, dpi=120)
