@@ -1,9 +1,14 @@
-"""The bars of recall and of the demo on the demo model. Minutes, so `make test` leaves them out."""
+"""The bars of recall, speed and the demo on the demo model. Minutes, so `make test` leaves them
+out."""
 
 from pathlib import Path
+from statistics import median
+from time import process_time
+from typing import Literal
 
 import pytest
 
+from kvmem.bench.agent import AgentSpec, run_agent
 from kvmem.bench.demo import DemoSpec, run_demo
 from kvmem.bench.demo_model import SMOLLM2
 from kvmem.bench.generators.harbor import Harbor
@@ -11,6 +16,8 @@ from kvmem.bench.history import EngineHistory
 from kvmem.bench.quality import Policy, Record, measure
 from kvmem.bench.recall import RecallSpec
 from kvmem.bench.saved import load_recall
+from kvmem.bench.speed import SpeedRecord, SpeedSpec, run_speed
+from kvmem.bench.speed_summary import ratios
 from kvmem.bench.summary import gates, regressions, summarise
 from kvmem.bench.workload import Prompt, WorkloadSpec, make_prompts
 from kvmem.engine.engine import Engine
@@ -68,3 +75,68 @@ def test_the_demo_recalls_what_recency_has_lost(demo_model: Path) -> None:
     assert right["full cache"] >= 5
     assert right["kvmem"] >= 5
     assert right["newest blocks"] <= 2
+
+
+@pytest.fixture
+def cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All clocks of a bench count the CPU time of this process: what else the machine does then
+    hardly matters."""
+    for module in ("kvmem.bench.speed", "kvmem.engine.session", "kvmem.engine.memory"):
+        monkeypatch.setattr(f"{module}.perf_counter", process_time)
+
+
+DEPTH = 1024
+SMALL, WHOLE = 192, DEPTH - 64
+"""Budgets: a fifth of the history, and nearly all of it, which must not pass for a small one."""
+
+
+@pytest.mark.usefixtures("cpu_time")
+@pytest.mark.parametrize("budget", [SMALL, WHOLE], ids=["small budget", "control: nearly all"])
+def test_reading_and_writing_behind_a_long_history(budget: int, demo_model: Path) -> None:
+    """`kvmem bench speed` in small: 1.87 and 1.46 of stock were seen, .97 and 1.02 of a window."""
+    spec = SpeedSpec(
+        model=demo_model,
+        depths=(DEPTH,),
+        pool_tokens=budget + 64,
+        reserve_tokens=64,
+        window_tokens=SMALL + 64,
+        prefill_tokens=64,
+        decode_tokens=8,
+        repeats=3,
+        n_threads=1,
+    )
+    speeds = [record for record in run_speed(spec) if isinstance(record, SpeedRecord)]
+    found = {(ratio.phase, ratio.against): ratio.value for ratio in ratios(speeds)}
+    bars = {
+        ("prefill", "stock"): 1.4,
+        ("decode", "stock"): 1.2,
+        ("prefill", "window"): 0.85,
+        ("decode", "window"): 0.85,
+    }
+    passed = {name: found[name] >= bar for name, bar in bars.items()}
+    assert set(passed.values()) == {budget == SMALL}, found
+
+
+@pytest.mark.usefixtures("cpu_time")
+@pytest.mark.parametrize("budget", [SMALL, WHOLE], ids=["small budget", "control: nearly all"])
+def test_an_agents_task_beside_plain_llama_cpp(budget: int, demo_model: Path) -> None:
+    """`kvmem bench agent` in small, both systems round by round: 1.55 and 1.33 were seen."""
+
+    def spec(system: Literal["kvmem", "stock"]) -> AgentSpec:
+        return AgentSpec(
+            model=demo_model,
+            system=system,
+            n_tokens=DEPTH,
+            rounds=6,
+            reply_tokens=16,
+            budget_tokens=budget,
+            reserve_tokens=64,
+            n_threads=1,
+        )
+
+    rounds = list(zip(run_agent(spec("kvmem")), run_agent(spec("stock")), strict=True))
+    assert all(own.prompt_tokens == stock.prompt_tokens for own, stock in rounds)
+    late = rounds[3:]
+    reading = median(stock.prompt_s / own.prompt_s for own, stock in late)
+    writing = median(stock.decode_s / own.decode_s for own, stock in late)
+    assert {reading >= 1.25, writing >= 1.15} == {budget == SMALL}, (reading, writing)
