@@ -5,16 +5,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from kvmem.bench.agent import AgentRecord, AgentSpec, run_agent, summarise_agent
 from kvmem.bench.client import run_remote
 from kvmem.bench.record import environment, write_jsonl
+from kvmem.bench.report import round_table
 from kvmem.bench.saved import load_runs
 from kvmem.cli.app import execute
 from kvmem.errors import ConfigError, EngineError
@@ -103,6 +106,23 @@ def test_rates_and_shares_by_hand() -> None:
     assert math.isnan(summarise_agent([record(0, reply_tokens=1, decode_s=0.0)])[0].decode_per_s)
     drafted = [record(0, drafted_tokens=8, accepted_tokens=6)]
     assert summarise_agent(drafted)[0].accepted_share == 0.75
+
+
+def test_the_phases_of_rounds_add_up() -> None:
+    records = [
+        record(0, phases={"read_s": 0.5, "decode_s": 2.0}),
+        record(1, phases={"read_s": 0.25, "score_s": 0.5, "decode_s": 2.0}),
+        record(2, phases={"move_s": 0.125}),  # as older records have it
+    ]
+    console = Console(width=100, file=StringIO())
+    console.print(round_table(records))
+    assert isinstance(console.file, StringIO)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    rows = {line[:20].strip(): line[20:].split() for line in lines[2:]}
+    assert rows["score"] == ["0.000", "0.000", "0.500"]
+    assert rows["move blocks"] == ["0.000", "0.125", "0.125"]
+    assert rows["all else"] == ["0.500", "2.875", "3.625"]
+    assert rows["all"] == ["3.000", "3.000", "9.000"]
 
 
 @pytest.mark.parametrize(

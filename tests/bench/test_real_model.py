@@ -16,7 +16,7 @@ from kvmem.bench.history import EngineHistory
 from kvmem.bench.quality import Policy, Record, measure
 from kvmem.bench.recall import RecallSpec
 from kvmem.bench.saved import load_recall
-from kvmem.bench.speed import SpeedRecord, SpeedSpec, run_speed
+from kvmem.bench.speed import Phase, SpeedRecord, SpeedSpec, System, run_speed
 from kvmem.bench.speed_summary import ratios
 from kvmem.bench.summary import gates, regressions, summarise
 from kvmem.bench.workload import Prompt, WorkloadSpec, make_prompts
@@ -107,7 +107,7 @@ def test_reading_and_writing_behind_a_long_history(budget: int, demo_model: Path
     )
     speeds = [record for record in run_speed(spec) if isinstance(record, SpeedRecord)]
     found = {(ratio.phase, ratio.against): ratio.value for ratio in ratios(speeds)}
-    bars = {
+    bars: dict[tuple[Phase, System], float] = {
         ("prefill", "stock"): 1.4,
         ("decode", "stock"): 1.2,
         ("prefill", "window"): 0.85,

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvmem.bench.agent import AgentSummary
+from kvmem.bench.agent import AgentRecord, AgentSummary
 from kvmem.bench.details import Difference, Part
 from kvmem.bench.metrics import Interval
 from kvmem.bench.remote_speed import RemoteRow
@@ -24,6 +24,7 @@ __all__ = [
     "recall_table",
     "remote_table",
     "request_table",
+    "round_table",
     "speed_table",
     "turn_table",
 ]
@@ -39,9 +40,12 @@ PHASES = {
     "replay_s": "read the question again",
     "store_s": "store new blocks",
     "checkpoint_s": "save and restore states",
+    "decode_s": "write",
+    "draft_s": "draft",
+    "sample_s": "choose tokens",
     "other_s": "all else",
 }
-"""The phases of a first token in words, in their order."""
+"""The phases of a request in words, in their order."""
 
 
 def interval(value: Interval | None) -> str:
@@ -213,7 +217,7 @@ def phase_table(rows: Sequence[RequestRow]) -> Table:
     for row in rows:
         table.add_column(f"{row.kind}, {row.system}, {row.depth_tokens}", justify="right")
     for name, what in PHASES.items():
-        seconds = [row.phases[name] for row in rows]
+        seconds = [row.phases.get(name, 0.0) for row in rows]
         if name == "other_s" or any(seconds):
             table.add_row(what, *(number(1e3 * each, 1) for each in seconds))
     table.add_row("all", *(number(1e3 * sum(row.phases.values()), 1) for row in rows))
@@ -239,6 +243,31 @@ def remote_table(rows: Sequence[RemoteRow]) -> Table:
             *("-" if rate is None else number(rate, 1) for rate in own),
         )
     return table
+
+
+def round_table(records: Sequence[AgentRecord]) -> Table:
+    """What kvmem's rounds consist of: the first, the last and all of each task, in seconds."""
+    table = Table(title="rounds, in s", title_justify="left", box=None, pad_edge=False)
+    table.add_column("phase")
+    columns: list[dict[str, float]] = []
+    for task in dict.fromkeys(record.task for record in records):
+        rounds = [_seconds(record) for record in records if record.task == task]
+        total = {name: sum(each[name] for each in rounds) for name in PHASES}
+        columns += (rounds[0], rounds[-1], total)
+        for heading in ("first", "last", "all"):
+            table.add_column(f"{task}, {heading}", justify="right")
+    for name, what in PHASES.items():
+        if any(column[name] for column in columns):
+            table.add_row(what, *(number(column[name], 3) for column in columns))
+    table.add_row("all", *(number(sum(column.values()), 3) for column in columns))
+    return table
+
+
+def _seconds(record: AgentRecord) -> dict[str, float]:
+    """Of each phase; what an old record does not tell is in the rest."""
+    known = {name: (record.phases or {}).get(name, 0.0) for name in PHASES if name != "other_s"}
+    total = record.prompt_s + record.decode_s
+    return {**known, "other_s": total - sum(known.values())}
 
 
 def agent_table(summaries: Sequence[AgentSummary]) -> Table:

@@ -31,6 +31,7 @@ from kvmem.bench.report import (
     recall_table,
     remote_table,
     request_table,
+    round_table,
     speed_table,
 )
 from kvmem.bench.saved import SavedRun, load_runs
@@ -307,7 +308,7 @@ def agent(
         console = table_console()
         title = f"{url or (path and path.name)}, {tokens} tokens in {rounds} rounds"
         console.print(title, style="bold", soft_wrap=True)
-        console.print(agent_table(summarise_agent(records)))
+        _print_agent(records)
 
 
 @bench.command()
@@ -357,7 +358,7 @@ def _print_run(run: SavedRun, title: str) -> None:
     if run.speeds:
         _print_speed(run.speeds, run.requests)
     if run.agents:
-        console.print(agent_table(summarise_agent(run.agents)))
+        _print_agent(run.agents)
     if run.remotes:
         console.print(remote_table(remote_rows(run.remotes)))
     for cell in dict(run.recalls):
@@ -390,3 +391,11 @@ def _print_speed(speeds: Sequence[SpeedRecord], requests: Sequence[RequestRecord
         rows = request_rows(requests)
         console.print(request_table(rows))
         console.print(phase_table([row for row in rows if row.system == "kvmem"]))
+
+
+def _print_agent(records: Sequence[AgentRecord]) -> None:
+    console = table_console()
+    console.print(agent_table(summarise_agent(records)))
+    told = [record for record in records if record.system == "kvmem" and record.phases]
+    if told:
+        console.print(round_table(told))
