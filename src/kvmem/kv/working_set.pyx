@@ -364,8 +364,7 @@ cdef class WorkingSet:
         self._require_idle()
         if not 0 <= n_tokens <= self._table.n_tokens:
             raise ValueError(f"n_tokens is {n_tokens}, but must be 0..{self._table.n_tokens}")
-        before = self.counters
-        start = perf_counter()
+        before, start = self.counters, perf_counter()
         if n_tokens == 0:
             self.clear()
         elif n_tokens < self._table.n_tokens:
@@ -423,8 +422,7 @@ cdef class WorkingSet:
         """
         cdef History empty = self.new_history()
         self._require_idle()
-        before = self.counters
-        start = perf_counter()
+        before, start = self.counters, perf_counter()
         if target is not self.history:
             self._residency.know(target.table.n_blocks)
             self._stager.park(self.history)
@@ -460,16 +458,12 @@ cdef class WorkingSet:
 
     def _difference(self, before, start):
         """A Transfer of what was done since the counters were `before`."""
-        after = self.counters
-        return Transfer(
-            n_in=after.blocks_in - before.blocks_in,
-            n_out=after.blocks_out - before.blocks_out,
-            n_kept=self._residency.n_used - (after.blocks_in - before.blocks_in),
-            n_moved=0,
-            bytes_in=after.bytes_in - before.bytes_in,
-            bytes_out=after.bytes_out - before.bytes_out,
-            seconds=perf_counter() - start,
-        )
+        seconds = perf_counter() - start
+        names = ("blocks_in", "blocks_out", "bytes_in", "bytes_out")
+        n_in, n_out, bytes_in, bytes_out = (
+            getattr(self.counters, name) - getattr(before, name) for name in names)
+        n_kept = self._residency.n_used - n_in
+        return Transfer(n_in, n_out, n_kept, 0, bytes_in, bytes_out, seconds)
 
     cdef int _require_idle(self) except -1:
         if self.n_pending:
