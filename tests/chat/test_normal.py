@@ -1,6 +1,7 @@
 """Schemas as llama.cpp is to get them: what its grammar allows, the client's schema does too."""
 
 import json
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 from zod import DATE_TIME, EMAIL, UUID
 
+from kvmem.chat import formats
+from kvmem.chat.language import TextDemands, length_range, write_rules
 from kvmem.chat.normal import NormalSchema, normal_schema
 from kvmem.chat.ranges import put_rules
 from kvmem.chat.render import ChatRenderer
@@ -76,6 +79,10 @@ class Everything(BaseModel):
     share: float = Field(ge=0, le=1)
     when: Literal["now", "later"] | None = None
 
+
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+CONDECIMAL = r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,3}|(?=[\d.]{1,6}0*$)\d{0,3}\.\d{0,2}0*$)"
+"""What pydantic writes for a Decimal, and for one with max_digits=5 and decimal_places=2."""
 
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "n": {"type": "integer"}}}
 DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}}, "required": ["kind"]}
@@ -154,6 +161,22 @@ ENFORCED: dict[str, Json] = {
         b={"type": "string", "format": "email", "minLength": 1, "maxLength": 12},
         c={"type": "string", "pattern": "^[a-z]+( [a-z]+)*$", "minLength": 2, "maxLength": 7},
         d={"type": "string", "format": "json-pointer", "minLength": 1}),
+    "HttpUrl": obj(a={"type": "string", "format": "uri", "minLength": 1, "maxLength": 2083},
+                   b={"type": "string", "format": "uri", "maxLength": 255},
+                   c={"type": "string", "format": "email", "minLength": 3, "maxLength": 60}),
+    "zod's email of a length": obj(a={"type": "string", "format": "email", "pattern": EMAIL,
+                                      "maxLength": 255}),
+    "Decimal": obj(a={"anyOf": [{"type": "number"}, {"type": "string", "pattern": DECIMAL}]},
+                   b={"anyOf": [{"type": "null"}, {"type": "string", "pattern": CONDECIMAL}]}),
+    "values beside bounds": obj(
+        a={"type": "integer", "enum": [1, 2, 3], "minimum": 2, "maximum": 3, "pattern": "x"},
+        b={"type": "string", "enum": ["a", "b", "abc"], "minLength": 1, "maxLength": 2},
+        c={"const": 0.75, "multipleOf": 0.25, "exclusiveMinimum": 0},
+        d={"enum": ["x", 4, 5, [1]], "minimum": 4, "exclusiveMaximum": 5,
+           "maxItems": 1, "required": ["q"]}),
+    "several patterns": obj(
+        a={"type": "string", "allOf": [{"pattern": "^a.*"}, {"pattern": ".*b$"}]},
+        b={"type": "string", "pattern": "^[a-z]+$", "allOf": [{"pattern": "x"}], "maxLength": 4}),
     "names by reference": {"$defs": {"n": {"allOf": [{"enum": ["x", "y"]}, {"type": "string"}]}},
                            "type": "object", "propertyNames": {"$ref": "#/$defs/n"},
                            "additionalProperties": {"type": "null"}},
@@ -209,7 +232,7 @@ REFUSED: tuple[tuple[Json, str, str], ...] = (
     ({"type": "array", "prefixItems": [{}], "items": {}}, "#", "prefixItems"),
     ({"type": "array", "items": {}, "uniqueItems": True}, "#", "uniqueItems"),
     ({"type": "integer", "multipleOf": 3, "minimum": 0}, "#", "multipleOf"),
-    ({"type": "number", "minimum": 0, "multipleOf": 0.5}, "#", "minimum"),
+    ({"type": "number", "minimum": 0, "multipleOf": 0.5}, "#", "multipleOf"),
     ({"type": "number", "minimum": 1e20}, "#", "minimum"),
     ({"type": "object", "patternProperties": {"^a": {}}}, "#", "patternProperties"),
     ({"type": "object", "propertyNames": {"pattern": "^a"}}, "#", "propertyNames"),
@@ -273,6 +296,39 @@ def test_rules_of_many_texts_come_to_an_end(model: Model) -> None:
     ) not in faults
 
 
+def test_what_is_narrowed_is_said() -> None:
+    fields = {"a": ENFORCED["HttpUrl"]["properties"]["a"],
+              "b": ENFORCED["Decimal"]["properties"]["b"]}  # fmt: skip
+    said = {place: how[:40] for place, how in normal_schema(obj(**fields)).narrowed.items()}
+    assert said == {
+        ("#/properties/a", "format"): "'uri' is written up to 881 letters",
+        ("#/properties/b/anyOf/1", "pattern"): f"is left out: {CONDECIMAL!r}"[:40],
+    }
+    assert values_of(obj(b=fields["b"]))[0] == {"b": None}
+    assert not normal_schema(obj(a={"type": "string", "format": "uri"})).narrowed
+
+
+def test_a_branch_that_others_exclude_is_not_left_out(model: Model) -> None:
+    """What one of a oneOf refuses, another may be right for."""
+    text = {"type": "string", "pattern": CONDECIMAL}
+    assert ("#/oneOf/1", "pattern") in lost(model, {"oneOf": [{"type": "number"}, text]})
+    assert ("#/anyOf/0", "pattern") in lost(model, {"anyOf": [text]})
+    assert ("#/anyOf/1", "pattern") in lost(model, {"anyOf": [False, text]})
+
+
+@pytest.mark.parametrize("name", ["email", "uri"])
+def test_short_formats_are_some_of_the_format(name: str) -> None:
+    for pattern in formats.SHORT[name]:
+        rule, _, named = write_rules(TextDemands((pattern,))).partition("\n")
+        grammar = read_grammar(f"root ::= {rule}\n{named}")
+        longest = length_range(pattern)[1]
+        for seed in range(100):
+            text = json.loads(f'"{grammar.text(seed)}"')
+            assert re.search(formats.PATTERNS[name], text) and longest and len(text) <= longest
+    right = {"email": "ada.lovelace@mail.example.org", "uri": "https://example.com/a/b?c=%20d#e"}
+    assert all(re.search(pattern, right[name]) for pattern in formats.SHORT[name][:2])
+
+
 NAMES = st.sampled_from(["a", "b", "kind"])
 SCALARS = st.sampled_from([None, True, False, 0, 1, 1.0, 2.5, "", "a", "b", "12"])
 SMALL = st.integers(0, 3)
@@ -283,6 +339,10 @@ LEAVES: st.SearchStrategy[Any] = st.one_of(
         ["null", "boolean", "integer", "number", "string", "array", "object",
          ["string", "null"], ["integer", "string"]])),
     st.builds(lambda value: {"const": value}, SCALARS),
+    st.builds(lambda values, a, b: {"enum": values, "minimum": a, "maxLength": b},
+              st.lists(SCALARS, min_size=1, max_size=3), SMALL, SMALL),
+    st.builds(lambda a, b: {"allOf": [{"type": "string", "pattern": a}, {"pattern": b}]},
+              st.sampled_from(["^a", "b$"]), st.sampled_from(["a", "^[ab]{2}$"])),
     st.builds(lambda values: {"enum": values}, st.lists(SCALARS, min_size=1, max_size=3)),
     st.builds(lambda a, b: {"type": "integer", "minimum": a, "maximum": a + b}, SMALL, SMALL),
     st.builds(lambda a, b: {"type": "integer", "exclusiveMinimum": a, "multipleOf": 2,

@@ -251,6 +251,26 @@ def test_any_bytes_in_any_cut(renderer: ChatRenderer, cuts: set[int]) -> None:
     assert text_of(message) == text_of(read(reader_of(renderer), [[data]]))
 
 
+def test_an_end_of_the_template_cuts_nothing_off() -> None:
+    """Also behind calls; a client's stop text does, even if it is the same."""
+
+    class Calls:
+        is_cut: bool | None = None
+
+        def feed(self, text: str) -> dict[str, Any]:
+            return {"calls": [{"index": 0, "id": "", "name": "look", "arguments": "{}"}]}
+
+        def finish(self, *, is_cut: bool = False) -> dict[str, Any]:
+            self.is_cut = is_cut
+            return {}
+
+    for stops, word in (((), "tool_calls"), (("<end>",), "stop")):
+        parser = Calls()
+        reader = ReplyReader(parser, stops=stops, ends=("<end>",))
+        read(reader, [[b"call<e"], [b"nd>"]], "cancelled")
+        assert (reader.finish_reason("cancelled"), parser.is_cut) == (word, bool(stops))
+
+
 def test_a_stop_text_over_several_tokens(renderer: ChatRenderer) -> None:
     reader = reader_of(renderer, stop=["STOP"])
     message = read(reader, [[b"x</think>one S"], [b"TO", b"P"], [b" more"]], "cancelled")

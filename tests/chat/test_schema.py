@@ -102,7 +102,8 @@ def test_what_a_grammar_keeps(model: Model, schema: Json) -> None:
         (obj(a={"type": "string", "pattern": "^(?=a)b$"}), "#/properties/a", "pattern"),
         (obj(a={"type": "string", "pattern": "^(a$"}), "#/properties/a", "pattern"),
         (obj(a={"type": "string", "format": "regex"}), "#/properties/a", "format"),
-        (obj(a={"type": "number", "minimum": 1, "multipleOf": 0.5}), "#/properties/a", "minimum"),
+        (obj(a={"type": "number", "minimum": 1, "multipleOf": 0.5}), "#/properties/a",
+         "multipleOf"),
         (obj(a={"minimum": 1}), "#/properties/a", "minimum"),
         (obj(a={"type": "integer", "multipleOf": 3}), "#/properties/a", "multipleOf"),
         (obj(a={"type": "array", "uniqueItems": True}), "#/properties/a", "uniqueItems"),
@@ -240,6 +241,12 @@ def test_what_is_too_large_for_llamacpp(schema: Json, reason: str) -> None:
         ({"type": "string", "format": "uuid", "pattern": "^x$", "minLength": 2},
          "pattern and minLength at # fit no text"),
         ({"type": "string", "pattern": "^(?!a)a$"}, "pattern at # fits no text"),
+        ({"type": "integer", "enum": [1, 2], "minimum": 3}, "enum at # has no value that fits "
+         "minimum 3"),
+        ({"const": "abc", "maxLength": 2}, "const at # does not fit maxLength 2"),
+        ({"type": "string", "allOf": [{"pattern": "^a$"}, {"pattern": "^b$"}]},
+         "pattern at # fits no text"),
+        (obj(a={"not": {}, "x-no-value": 5}), "not at #/properties/a fits no value"),
         ({"$defs": {"n": {**obj(next={"$ref": "#/$defs/n"}), "required": ["next"]}},
           "$ref": "#/$defs/n"}, "$ref at #/properties/next to #/$defs/n never comes to an end"),
         ({**obj(a={"$ref": "#"}), "required": ["a"]},
@@ -258,6 +265,19 @@ def test_properties_may_be_called_as_keywords() -> None:
     found = normal_schema(obj(default=never, enum=never, minLength={"const": never}))
     paths = {path for path, _ in found.contradictions}
     assert paths == {"#/properties/default", "#/properties/enum"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("(?i)abc", "has a group that begins with (?i), which no grammar knows"),
+        ("a(?#b)", "has a comment"),
+        ("(?<=a)b", "looks around"),
+    ],
+)
+def test_the_reason_is_the_patterns_own(pattern: str, reason: str) -> None:
+    faults = find_unenforced(normal_schema({"type": "string", "pattern": pattern}))
+    assert reason in str(next(faults))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +330,7 @@ def test_parts_become_one_schema(schema: Json, merged: Json) -> None:
     "schema",
     [
         {"allOf": [obj(a={}), obj(b={})]},
-        {"allOf": [{"pattern": "a"}, {"pattern": "b"}], "type": "string"},
+        {"allOf": [{"format": "email"}, {"format": "uri"}], "type": "string"},
         {"allOf": [{"patternProperties": {"^.*$": {}}}, {"additionalProperties": False}]},
         {"allOf": [{"prefixItems": [{}]}, {"items": {"type": "null"}}]},
         {"allOf": [{"properties": {"a": {}}}, {"unevaluatedProperties": {"type": "null"}}]},

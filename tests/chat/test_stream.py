@@ -1,5 +1,6 @@
 """Text out of token pieces: characters and stop texts over every possible cut."""
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmem.chat.stream import ReplyText, StopMatcher
+from kvmem.server.sse import encode
 
 
 def shown(pieces: list[bytes], stops: tuple[str, ...] = ()) -> list[str]:
@@ -76,3 +78,10 @@ def test_shown_text_only_grows_and_never_holds_the_stop(pieces: list[str], stop:
         assert stop not in total
         assert "".join(pieces).startswith(total)
     assert stop not in total + matcher.finish()
+
+
+def test_an_event_is_one_line_to_any_client() -> None:
+    body = {"content": "a\u0085b\u2028c\u2029d\u00e9\x1e\x0b"}
+    event = encode(body).decode()
+    assert event.endswith("\n\n") and len(event[:-2].splitlines()) == 1
+    assert json.loads(event.removeprefix("data: ")) == body

@@ -126,7 +126,10 @@ class _Merger:
 
 
 def join(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Two schemas as one that demands what both do. Raises Conflict: there is none such."""
+    """Two schemas as one that demands what both do; several patterns are a tuple.
+
+    Raises Conflict: there is none such.
+    """
     for closed, open_ in ((one, other), (other, one)):
         # some keywords speak of the properties and items of their own part
         others = _names(open_) - _names(closed) or "patternProperties" in open_
@@ -188,6 +191,10 @@ def _joined_values(keyword: str, one: Any, other: Any) -> Any:
             if not common:
                 raise Contradiction(keyword, one, other)
             return common
+    if keyword == "pattern":
+        patterns = (*_patterns(one), *_patterns(other))
+        if all(isinstance(pattern, str) for pattern in patterns):
+            return tuple(dict.fromkeys(patterns))
     if is_number(one) and is_number(other):
         if keyword in LEAST:
             return max(one, other)
@@ -200,6 +207,11 @@ def _joined_values(keyword: str, one: Any, other: Any) -> Any:
     if keyword == "const" and not is_equal(one, other):
         raise Contradiction(keyword, one, other)
     raise Conflict(f"it has two demands by {keyword}")
+
+
+def _patterns(value: Any) -> tuple[Any, ...]:
+    """A client's schema has one, which is no tuple; joined, there may be several."""
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _joined_schemas(one: Any, other: Any) -> Any:

@@ -11,10 +11,10 @@ from typing import Any, Literal
 from kvmem.chat.constraint import require_grammar, require_schema
 from kvmem.chat.fields import FieldError
 from kvmem.chat.messages import Message
-from kvmem.chat.normal import normal_schema
+from kvmem.chat.normal import NormalSchema, normal_schema
 from kvmem.chat.ranges import put_rules
 from kvmem.chat.request import ChatRequest
-from kvmem.chat.schema import find_oversized, find_unenforced
+from kvmem.chat.schema import Unenforced, find_oversized, find_unenforced
 from kvmem.chat.text_arguments import (
     find_loose_texts,
     has_loose_texts,
@@ -41,13 +41,14 @@ class Parameters:
     schema: as llama.cpp is to get it.
     ranges: rules in place of constants and patterns of its grammar (chat.ranges).
     rules: what each argument that is written as plain text is held to.
-    lost: what calls are not held to.
+    lost: what calls are not held to. narrowed: where they are held to less than the schema allows.
     """
 
     schema: Mapping[str, Any]
     ranges: Mapping[str, str] = field(default_factory=dict)
     rules: tuple[str | None, ...] = ()
     lost: tuple[str, ...] = ()
+    narrowed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ class Demands:
     """What replies are held to, as llama.cpp is to get it.
 
     parameters: of each tool. schema: of the reply, and ranges: rules in place of constants of its
-    grammar. notes: what is demanded and does not hold.
+    grammar. notes: what is demanded and does not hold, and what holds to less than was asked.
     """
 
     parameters: tuple[Parameters, ...] = ()
@@ -109,7 +110,8 @@ class TemplateFormat:
             require_grammar(model, request.grammar)
         if request.schema is not None:
             normal = require_schema(model, request.schema, "response_format")
-            return Demands(schema=normal.schema, ranges=normal.ranges)
+            told = tuple(f"response_format: {text}" for text in _narrowed(normal))
+            return Demands(schema=normal.schema, ranges=normal.ranges, notes=told)
         if not request.tools or request.tool_choice.mode == "none":
             return Demands()
         # calls are read even where tools are not shown
@@ -117,7 +119,7 @@ class TemplateFormat:
         notes = [
             f"{tool.path}.function.parameters of {tool.name}: {text}"
             for tool, parameters in zip(request.tools, found, strict=True)
-            for text in parameters.lost
+            for text in (*parameters.lost, *parameters.narrowed)
         ]
         if not self.has_tools:
             if request.tool_choice.mode == "required":
@@ -125,8 +127,9 @@ class TemplateFormat:
                     "a call is demanded, but this model's chat template has no place for tools; "
                     "start the server with a --chat-template-file that has one"
                 )
-            told = "the chat template has no place for tools: the model is not told of them"
-            notes = [told, *notes]
+            notes.insert(
+                0, "the chat template has no place for tools: the model is not told of them"
+            )
         return Demands(parameters=tuple(found), notes=tuple(notes))
 
     def _check_tool(self, tool: Tool, model: Model) -> Parameters:
@@ -170,7 +173,8 @@ class TemplateFormat:
         schema, broken = _usable(normal.schema, model)
         normal = replace(normal, schema=schema)
         lost += broken
-        return Parameters(schema, normal.ranges, text_rules(normal), tuple(lost))
+        rules = text_rules(normal)
+        return Parameters(schema, normal.ranges, rules, tuple(lost), _narrowed(normal))
 
     def hold(
         self, grammar: str, demands: Demands, parameters: Sequence[Parameters], model: Model
@@ -294,6 +298,10 @@ class TemplateFormat:
                         message.path, f"({message.role}) is refused by the chat template: {reason}"
                     )
         return FieldError("messages", f"are refused by the chat template: {reason}")
+
+
+def _narrowed(normal: NormalSchema) -> tuple[str, ...]:
+    return tuple(str(Unenforced(*place, how)) for place, how in normal.narrowed.items())
 
 
 def _usable(schema: dict[str, Any], model: Model) -> tuple[dict[str, Any], list[str]]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-__all__ = ["CHECKED", "KNOWN", "PATTERNS", "PLAIN"]
+__all__ = ["CHECKED", "KNOWN", "PATTERNS", "PLAIN", "SHORT"]
 
 KNOWN: Final = ("date", "time", "date-time", "uuid", *(f"uuid{n}" for n in range(1, 6)))
 """Those of llama.cpp. A tuple, as a client may ask for anything, which no set can look up."""
@@ -37,6 +37,32 @@ PATTERNS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """What they demand, or less than they allow: RFC 5321, 1123, 4291, 3986, 3339 and 6901."""
+
+
+def _email(n_atom: int, n_label: int) -> str:
+    atom, label = _ATOM.removesuffix("+"), f"[A-Za-z0-9]([A-Za-z0-9-]{{0,{n_label}}}[A-Za-z0-9])?"
+    return rf"^{atom}{{1,{n_atom}}}(\.{atom}{{1,{n_atom}}})?@({label}\.){{1,2}}[A-Za-z]{{2,10}}$"
+
+
+def _uri(n_host: int, n_path: int, n_rest: int) -> str:
+    path = "[A-Za-z0-9._~!$&'()*+,;=:@-]"
+    end = f"({_LETTER}|[/?]){{0,{n_rest}}}"
+    rest = f"{path[:-2]}/-]{{0,{n_path}}}"
+    return (
+        rf"^[A-Za-z][A-Za-z0-9+.-]{{0,9}}:(//([A-Za-z0-9._-]{{1,{n_host}}}(:[0-9]{{1,4}})?)?"
+        rf"(/{rest})?|{path}{rest})(\?{end})?(#{end})?$"
+    )
+
+
+SHORT: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "email": (_email(40, 20), _email(20, 14), _email(12, 5)),
+        "uri": (_uri(100, 400, 60), _uri(50, 90, 13), _uri(30, 40, 2)),
+    }
+)
+"""Some of them with no longer texts than these have, the longest first; of a URI's path without
+what is escaped.
+"""
 
 _DAY: Final = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
 _HOUR: Final = (

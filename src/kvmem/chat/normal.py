@@ -17,14 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmem.chat.all_of import UNMERGED, Conflict, Contradiction, join, merge_all_of
-from kvmem.chat.contradictions import NOTHING, cut_out, is_nothing, nothing
+from kvmem.chat.contradictions import NOTHING, cut_out, is_nothing
 from kvmem.chat.exclusive import Prover
 from kvmem.chat.keywords import demands_of, find_target, numbers_of, with_subschemas
 from kvmem.chat.language import TextDemands
+from kvmem.chat.listed import plain_values
 from kvmem.chat.ranges import LARGEST, mark_ranges
 from kvmem.chat.steps import Spent, Steps
 from kvmem.chat.texts import TextWriter
-from kvmem.chat.values import count_values, is_equal, is_kind, is_of_type
+from kvmem.chat.values import count_values, is_kind
 
 __all__ = ["NormalSchema", "normal_schema"]
 
@@ -48,6 +49,7 @@ class NormalSchema:
     ranges: the rules that its grammar is to have in place of some constants and patterns.
     contradictions: path and keyword of what no value fits, and why; the schema allows any there.
     unwritten: path and keyword of what stays as it is or is left out, and why.
+    narrowed: path and keyword of what allows less than the client's schema, and how.
     """
 
     schema: Json
@@ -56,6 +58,7 @@ class NormalSchema:
     ranges: Mapping[str, str] = field(default_factory=dict)
     contradictions: Mapping[tuple[str, str], str] = field(default_factory=dict)
     unwritten: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    narrowed: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
 def normal_schema(schema: Mapping[str, Any]) -> NormalSchema:
@@ -107,6 +110,7 @@ class _Normalizer:
             ranges,
             contradictions,
             {**self._unwritten, **self._texts.unwritten},
+            self._texts.narrowed,
         )
 
     def _inlined(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -171,12 +175,14 @@ class _Normalizer:
             if find_target(self._root, ref) is None:
                 return node
             return {**node, **self._refer((ref, ""), ref, None)}
-        for step in (_plain_values, _plain_numbers, _plain_objects, _plain_arrays):
+        for step in (
+            _plain_exclusive, plain_values, _plain_numbers, _plain_objects, _plain_arrays
+        ):  # fmt: skip
             node = step(node)
         if "allOf" in node:  # llama.cpp keeps little of it, and follows its references without end
             self._unwritten[path, "allOf"] = node.get(UNMERGED, "is lost")
             node = {k: v for k, v in node.items() if k not in ("allOf", UNMERGED)}
-        return self._texts.plain(node, path)
+        return self._texts.plain(self._texts.without_lost(node, path), path)
 
     def _distributed(self, node: Json, keyword: str, path: str) -> Json:
         """What stands beside alternatives, put into each of them."""
@@ -238,38 +244,20 @@ class _Normalizer:
         return node
 
 
-def _plain_values(node: Json) -> Json:
-    """Values that stand beside a type: those of that type. One beside several: that one."""
-    kinds = node.get("type")
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    values = node.get("enum")
-    if "const" in node:
-        if isinstance(values, list):
-            if not any(is_equal(node["const"], value) for value in values):
-                return nothing("const", "is not in enum")
-            node = {k: v for k, v in node.items() if k != "enum"}
-        if isinstance(kinds, list) and kinds and all(map(is_kind, kinds)):
-            if not any(is_of_type(node["const"], kind) for kind in kinds):
-                return nothing("const", f"is not of the type {' or '.join(kinds)}")
-            node = {k: v for k, v in node.items() if k != "type"}
-        return node
-    if isinstance(values, list) and values and isinstance(kinds, list) and all(map(is_kind, kinds)):
-        fitting = [value for value in values if any(is_of_type(value, kind) for kind in kinds)]
-        if not fitting:
-            return nothing("enum", f"has no value of the type {' or '.join(kinds)}")
-        node = {k: v for k, v in node.items() if k != "type"}
-        node["enum"] = fitting
+def _plain_exclusive(node: Json) -> Json:
+    """Bounds that exclude themselves, as they were said until draft 4."""
+    node = dict(node)
+    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if node.get(exclusive) is True and bound in node:
+            node[exclusive] = node.pop(bound)
+        elif node.get(exclusive) is False:
+            del node[exclusive]
     return node
 
 
 def _plain_numbers(node: Json) -> Json:
     """Bounds as llama.cpp has them, and multiples where they can be counted."""
     node = dict(node)
-    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-        if node.get(exclusive) is True and bound in node:  # as it was until draft 4
-            node[exclusive] = node.pop(bound)
-        elif node.get(exclusive) is False:
-            del node[exclusive]
     step = node.get("multipleOf")
     if node.get("type") == "number" and isinstance(step, int) and _is_positive(step):
         node["type"] = "integer"

@@ -182,7 +182,7 @@ class _Reader:
         if self._text[self._at : self._at + 1] == "?":
             opening = GROUP.match(self._text, self._at)
             if opening is None:
-                raise PatternError("looks around, which no grammar can")
+                raise PatternError(_why_no_group(self._text[self._at : self._at + 3]))
             self._at = opening.end()
         return self._read_inner()
 
@@ -270,6 +270,14 @@ class _Reader:
         else:
             raise PatternError(f"has \\{letter}, which no grammar knows")
         return ((point, point),)
+
+
+def _why_no_group(opening: str) -> str:
+    if opening.startswith("?#"):
+        return "has a comment, which ECMA 262 has not"
+    if opening.startswith("?<") and opening[2:] in ("=", "!"):
+        return "looks around, which no grammar can"
+    return f"has a group that begins with ({opening}, which no grammar knows"
 
 
 def join_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:

@@ -27,7 +27,7 @@ __all__ = ["ChatRenderer", "RenderedChat"]
 class RenderedChat:
     """A request as the model sees it, and how its reply is made and read.
 
-    text: the prompt as text. stops: texts that end the reply.
+    text: the prompt as text. stops: texts that end the reply. ends: further ones, of the template.
     parser: for this reply alone. sampling: with the defaults of the thinking state, and with what
     the reply is bound to.
     preserved: bytes of control tokens that belong to the reply. call_ids: those of the history.
@@ -36,6 +36,7 @@ class RenderedChat:
     text: str
     prompt: Prompt
     stops: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
     parser: Parser = field(default_factory=PlainParser)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
@@ -50,6 +51,7 @@ class RenderedChat:
         reader = ReplyReader(
             self.parser,
             stops=self.stops,
+            ends=self.ends,
             preserved=self.preserved,
             used_ids=self.call_ids,
             thinking=self.thinking,
@@ -99,7 +101,8 @@ class ChatRenderer:
         return RenderedChat(
             text=text,
             prompt=self._locate(request, shown, text, self._tokenizer.tokenize(text)),
-            stops=(*request.stop, *result["stops"]),
+            stops=tuple(request.stop),
+            ends=tuple(result["stops"]),
             parser=parser,
             sampling=bind(
                 request, fields, result, vocab=self._vocab, thinks=self._format.can_think

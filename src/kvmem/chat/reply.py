@@ -110,7 +110,8 @@ class ThinkingTags:
 class ReplyReader:
     """Reads one reply.
 
-    stops: texts that end it. preserved: bytes of control tokens whose text belongs to the format.
+    stops: texts that end it. ends: those of them that the model's own format ends with, which cut
+    nothing off. preserved: bytes of control tokens whose text belongs to the format.
     used_ids: ids of earlier calls, which no new call may have.
     clock: seconds. work: seconds that this thread has worked.
 
@@ -125,6 +126,7 @@ class ReplyReader:
         parser: Parser,
         *,
         stops: Sequence[str] = (),
+        ends: Collection[str] = (),
         preserved: Mapping[int, bytes] | None = None,
         used_ids: Collection[str] = (),
         thinking: ThinkingTags | None = None,
@@ -132,7 +134,8 @@ class ReplyReader:
         work: Callable[[], float] = thread_time,
     ) -> None:
         self._parser = parser
-        self._text = ReplyText(stops)
+        self._text = ReplyText((*stops, *ends))
+        self._ends = frozenset(ends) - frozenset(stops)
         self._preserved = preserved or {}
         self._used_ids = set(used_ids)
         self._thinking = _ThinkingCounter(thinking or ThinkingTags())
@@ -188,7 +191,7 @@ class ReplyReader:
         self._is_finished = True
         self._unread += self._text.finish()
         before = self._read() if self._unread else Delta()
-        after = self._delta(self._parser.finish(is_cut=self.is_stopped or reason != "stop"))
+        after = self._delta(self._parser.finish(is_cut=not self._is_own_end(reason)))
         return Delta(
             reasoning=before.reasoning + after.reasoning,
             content=before.content + after.content,
@@ -197,9 +200,15 @@ class ReplyReader:
 
     def finish_reason(self, reason: StopReason) -> str:
         """OpenAI's word for the end."""
+        if self._is_own_end(reason):
+            return "tool_calls" if self._n_calls else "stop"
+        return "stop" if self.is_stopped else reason
+
+    def _is_own_end(self, reason: StopReason) -> bool:
+        """Whether the model came to an end by itself, and not to a text of the client's."""
         if self.is_stopped:
-            return "stop"
-        return "tool_calls" if reason == "stop" and self._n_calls else reason
+            return self._text.stopped_by in self._ends
+        return reason == "stop"
 
     def _delta(self, parts: dict[str, Any]) -> Delta:
         self.notes += parts.get("notes", ())

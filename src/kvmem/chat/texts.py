@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvmem.chat import formats
-from kvmem.chat.contradictions import nothing
+from kvmem.chat.contradictions import is_nothing, nothing
 from kvmem.chat.keywords import numbers_of
 from kvmem.chat.language import NoText, TextDemands, length_range, write_rules
 from kvmem.chat.pattern import write_pattern
@@ -30,12 +30,14 @@ class TextWriter:
     patterns: what each pattern that it wrote was made from.
     rules: texts of a grammar, and the rules that are to take their places.
     unwritten: path and keyword of what it could not write, and why.
+    narrowed: path and keyword of what allows less than the schema, and how.
     """
 
     def __init__(self) -> None:
         self.patterns: dict[str, TextDemands] = {}
         self.rules: dict[str, str] = {}
         self.unwritten: dict[tuple[str, str], str] = {}
+        self.narrowed: dict[tuple[str, str], str] = {}
         self._rules = Steps(MAX_RULES)
         self._letters = Steps(MAX_LETTERS)
         self._work = Steps(MAX_STEPS)
@@ -68,10 +70,35 @@ class TextWriter:
             return _without_texts(node, kinds)
         except PatternError as error:
             keyword = "pattern" if "pattern" in node else "format"
-            self.unwritten[path, keyword] = f"{node[keyword]!r} {error}"
+            given = node[keyword]
+            shown = " and ".join(map(repr, given if isinstance(given, tuple) else (given,)))
+            self.unwritten[path, keyword] = f"{shown} {error}"
             return node
+        if isinstance(form, str) and formats.PATTERNS.get(form, "") not in (*demands.patterns, ""):
+            longest = length_range(demands.patterns[-1])[1]
+            self.narrowed[path, "format"] = f"{form!r} is written up to {longest} letters"
         self.patterns[written] = demands
         return {**{k: v for k, v in node.items() if k not in KEYWORDS}, "pattern": written}
+
+    def without_lost(self, node: Json, path: str) -> Json:
+        """The schema without those of its alternatives whose texts could not be written, where
+        others are left.
+        """
+        branches = node.get("anyOf")
+        if not isinstance(branches, list):
+            return node
+        lost = {
+            key: index
+            for index in range(len(branches))
+            for keyword in ("pattern", "format")
+            if (key := (f"{path}/anyOf/{index}", keyword)) in self.unwritten
+        }
+        left = [branch for i, branch in enumerate(branches) if i not in lost.values()]
+        if not lost or all(map(is_nothing, left)):
+            return node
+        for key in lost:
+            self.narrowed[key] = f"is left out: {self.unwritten.pop(key)}"
+        return {**node, "anyOf": left}
 
     def _written(self, demands: TextDemands) -> str:
         """A pattern, or one that a rule takes the place of."""
@@ -107,14 +134,17 @@ def _is_known(form: str) -> bool:
 
 def _demands_of(node: Mapping[str, Any]) -> TextDemands | None:
     """None where there is nothing to write, or nothing that can be read."""
-    patterns = [node["pattern"]] if isinstance(node.get("pattern"), str) else []
+    given = node.get("pattern")  # several where schemas were joined
+    patterns = (
+        list(given) if isinstance(given, tuple) else [given] if isinstance(given, str) else []
+    )
     form = node.get("format")
     if isinstance(form, str):
         known = formats.PATTERNS.get(form) or formats.PLAIN.get(form)
         if known is None:
             return None
         patterns.append(known)
-    if not patterns or ("pattern" in node) != isinstance(node.get("pattern"), str):
+    if not patterns or ("pattern" in node) != isinstance(given, str | tuple):
         return None
     lengths: dict[str, int] = {}
     for keyword in LENGTHS:
@@ -126,7 +156,18 @@ def _demands_of(node: Mapping[str, Any]) -> TextDemands | None:
     least, most = lengths.get("minLength", 0), lengths.get("maxLength")
     if most is not None and most < least:
         return None  # that is told of the lengths themselves
+    if most is not None and isinstance(form, str) and form in formats.SHORT:
+        patterns[-1] = _short_enough(form, least, most) or patterns[-1]
     return _without_lengths(TextDemands(tuple(patterns), least, most))
+
+
+def _short_enough(form: str, least: int, most: int) -> str | None:
+    """The widest pattern whose texts all have such a length; it needs no counting of letters."""
+    for pattern in formats.SHORT[form]:
+        shortest, longest = length_range(pattern)
+        if least <= shortest and longest is not None and longest <= most:
+            return pattern
+    return None
 
 
 def _without_lengths(demands: TextDemands) -> TextDemands:

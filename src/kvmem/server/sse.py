@@ -29,6 +29,8 @@ __all__ = [
 
 COMMENT = b":\n\n"
 END = b"data: [DONE]\n\n"
+# outside of ASCII; some clients (httpx) take them for ends of lines. They stand in texts alone
+LINE_ENDS = {point: f"\\u{point:04x}" for point in (0x85, 0x2028, 0x2029)}
 
 
 @cache
@@ -40,7 +42,7 @@ def fingerprint() -> str:
 def encode(body: dict[str, Any]) -> bytes:
     """One event of the stream."""
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    return b"data: " + text.encode() + b"\n\n"
+    return b"data: " + text.translate(LINE_ENDS).encode() + b"\n\n"
 
 
 def usage_of(
