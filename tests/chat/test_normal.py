@@ -308,6 +308,13 @@ def test_what_is_narrowed_is_said() -> None:
     assert not normal_schema(obj(a={"type": "string", "format": "uri"})).narrowed
 
 
+def test_a_format_is_not_lost_where_its_short_form_has_no_text() -> None:
+    """Short paths have no escapes; what the client's pattern asks for, the whole format has."""
+    uri = {"type": "string", "format": "uri", "pattern": "^x:y%20+[^a]?$", "maxLength": 300}
+    texts = {value["a"] for value in values_of(obj(a=uri))}
+    assert texts and all(re.search(formats.PATTERNS["uri"], text) for text in texts)
+
+
 def test_a_branch_that_others_exclude_is_not_left_out(model: Model) -> None:
     """What one of a oneOf refuses, another may be right for."""
     text = {"type": "string", "pattern": CONDECIMAL}

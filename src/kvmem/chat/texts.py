@@ -1,6 +1,7 @@
 """What a schema demands of texts: patterns, formats and lengths, in the words of a grammar."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from kvmem.chat import formats
@@ -62,6 +63,15 @@ class TextWriter:
             return node
         if demands.is_one_pattern and form in formats.KNOWN:  # llama.cpp has it
             return {k: v for k, v in node.items() if k not in LENGTHS}
+        short = _shortened(demands, form)
+        if short is not None:
+            # it may have no text where the format has one
+            with suppress(NoText, PatternError):
+                written = self._written(short)
+                self.patterns[written] = short
+                longest = length_range(short.patterns[-1])[1]
+                self.narrowed[path, "format"] = f"{form!r} is written up to {longest} letters"
+                return {**{k: v for k, v in node.items() if k not in KEYWORDS}, "pattern": written}
         try:
             written = self._written(demands)
         except NoText:
@@ -74,9 +84,6 @@ class TextWriter:
             shown = " and ".join(map(repr, given if isinstance(given, tuple) else (given,)))
             self.unwritten[path, keyword] = f"{shown} {error}"
             return node
-        if isinstance(form, str) and formats.PATTERNS.get(form, "") not in (*demands.patterns, ""):
-            longest = length_range(demands.patterns[-1])[1]
-            self.narrowed[path, "format"] = f"{form!r} is written up to {longest} letters"
         self.patterns[written] = demands
         return {**{k: v for k, v in node.items() if k not in KEYWORDS}, "pattern": written}
 
@@ -156,17 +163,17 @@ def _demands_of(node: Mapping[str, Any]) -> TextDemands | None:
     least, most = lengths.get("minLength", 0), lengths.get("maxLength")
     if most is not None and most < least:
         return None  # that is told of the lengths themselves
-    if most is not None and isinstance(form, str) and form in formats.SHORT:
-        patterns[-1] = _short_enough(form, least, most) or patterns[-1]
     return _without_lengths(TextDemands(tuple(patterns), least, most))
 
 
-def _short_enough(form: str, least: int, most: int) -> str | None:
-    """The widest pattern whose texts all have such a length; it needs no counting of letters."""
-    for pattern in formats.SHORT[form]:
+def _shortened(demands: TextDemands, form: object) -> TextDemands | None:
+    """The same with a format of so few letters that none need be counted, as wide as can be."""
+    if demands.most is None or not isinstance(form, str):
+        return None
+    for pattern in formats.SHORT.get(form, ()):
         shortest, longest = length_range(pattern)
-        if least <= shortest and longest is not None and longest <= most:
-            return pattern
+        if demands.least <= shortest and longest is not None and longest <= demands.most:
+            return TextDemands((*demands.patterns[:-1], pattern))
     return None
 
 
