@@ -16,7 +16,7 @@ from kvmem.engine.passage import Passage
 from kvmem.engine.reading import PromptReader
 from kvmem.engine.retrieve import QueryTap
 from kvmem.errors import ConfigError
-from kvmem.kv.query import Query
+from kvmem.kv.query import MAX_ROWS, Query
 
 LONG = random_tokens(700, seed=1)
 SPAN = (670, 695)
@@ -264,3 +264,29 @@ def test_other_words_are_refused(name: str) -> None:
     words: dict[str, Any] = {name: "sometimes"}
     with pytest.raises(ConfigError, match=name):
         MemoryConfig(**words)
+
+
+def test_a_question_of_which_the_end_was_replaced_asks_with_all_of_it(tiny_llama: Path) -> None:
+    history, text = random_tokens(600, seed=7), random_tokens(40, seed=8)
+    first, second, third = (random_tokens(20, seed=seed) for seed in (9, 10, 11))
+    span = (600, 660)
+    with record(tiny_llama, budget_tokens=256) as recorded:
+        known = recorded.memory.active
+        ask(recorded.session, history + text + first, span=span)
+        assert known.question is not None
+        before = known.question
+        ask(recorded.session, history + text + second, span=span)
+        asked = known.question
+        assert asked is not None and asked is not before
+        assert asked.query.tokens.tolist() == [*text, *second]
+        assert 600 == asked.rows[0] < 640 < asked.rows[-1] == 659
+        assert (np.diff(asked.rows) > 0).all()
+        assert asked.query.n_rows == len(asked.rows) == MAX_ROWS
+        for index, rows in asked.query.layers.items():
+            np.testing.assert_array_equal(rows[0], before.query.layers[index][0])
+        reply = ask(recorded.session, history + text + second + random_tokens(50, 12), span=span)
+        assert reply.stats.memory.decision in {"cached_query", "keep_selected"}
+        # what is not known of its beginning is not made up: it is no question to go on from
+        recorded.memory.active.known = ()
+        ask(recorded.session, history + text + third, span=span)
+        assert known.question is None

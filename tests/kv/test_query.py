@@ -55,6 +55,20 @@ def test_fewer_rows_are_all_kept() -> None:
     assert Query.from_tap(layout, [(0, 0)], rows, positions(3), max_rows=2).n_rows == 2
 
 
+def test_parts_are_taken_and_joined_in_the_layers_that_both_know() -> None:
+    layout = make_layout()
+    rows = np.random.default_rng(1).standard_normal((2, 5, 4, 64)).astype(np.float32)
+    both = Query.from_tap(layout, [(0, 0), (1, 0)], rows, positions(5), tokens=range(5))
+    one = Query.from_tap(layout, [(0, 0)], rows, positions(5), tokens=range(5, 10))
+    part = both.take(np.array([0, 2]), 3)
+    assert part.tokens.tolist() == [0, 1, 2]
+    np.testing.assert_array_equal(part.layers[1], both.layers[1][[0, 2]])
+    joined = part.join(one)
+    assert list(joined.layers) == [0]
+    assert joined.n_rows == 7
+    assert joined.tokens.tolist() == [0, 1, 2, *range(5, 10)]
+
+
 def test_shapes_are_checked() -> None:
     layout = make_layout()
     with pytest.raises(ValueError, match="1 layers for a layout of 2"):

@@ -9,7 +9,7 @@ from kvmem.engine.checkpoint import Checkpoints
 from kvmem.engine.prompt import Span
 from kvmem.kv.history import History
 from kvmem.kv.lexical import LexicalIndex
-from kvmem.kv.query import Query
+from kvmem.kv.query import MAX_ROWS, Query, pick_evenly
 from kvmem.kv.summary import KeySummaries
 
 __all__ = ["Conversation", "LastPrompt", "Question", "Window"]
@@ -21,11 +21,27 @@ MAX_KNOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question whose Q is known. prefix: all tokens up to its end."""
+    """A question whose Q is known: of its whole span.
+
+    rows: int32, the tokens that the rows of the query are of, counted over the prompt. prefix: all
+    tokens up to its end.
+    """
 
     query: Query
+    rows: I32
     span: Span
     prefix: I32
+
+    def extend(self, query: Query, rows: I32, start: int) -> tuple[Query, I32]:
+        """The Q of a question that begins as this one does, and from the token `start` on asks with
+        `query`, whose rows are of the tokens `rows`. Returns it and the tokens of its rows.
+        """
+        n_kept = int(np.searchsorted(self.rows, start))
+        head = self.query.take(np.arange(n_kept), start - self.span.start)
+        whole = head.join(query)
+        tokens = np.concatenate([self.rows[:n_kept], rows])
+        chosen = pick_evenly(len(tokens), MAX_ROWS)
+        return whole.take(chosen, len(whole.tokens)), tokens[chosen]
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,9 @@ class Passage:
             while memory.n_tokens < point:
                 start = memory.n_tokens
                 end = memory.chunk_end(start, point)
-                with self.report.times.measure(phase, memory.clock):
+                # behind what a first pass has read nothing is read again
+                is_new = phase == "replay_s" and start >= self._n_shown
+                with self.report.times.measure("read_s" if is_new else phase, memory.clock):
                     memory.read(self.tokens[start:end], cancel=self.cancel, seal=seal, keep=keep)
                     memory.spread_checkpoint()
                 n_again = max(0, min(end, self._n_shown) - start)

@@ -157,12 +157,35 @@ class PromptReader:
                 yield
             finally:  # also after a cancel behind the question
                 if tap.is_complete:
-                    for query, span in zip(tap.finish(), unread, strict=True):
-                        self._learn(query, passage, span)
+                    for query, rows, span in zip(tap.finish(), tap.rows, unread, strict=True):
+                        start = max(span.start, n_tokens)
+                        self._learn(self._whole(query, rows, start, passage, span))
 
-    def _learn(self, query: Query, passage: Passage, span: Span) -> None:
-        prefix = passage.tokens[: span.stop].copy()
-        self._memory.active.ask(Question(query, span, prefix))
+    def _whole(
+        self, query: Query, rows: I32, start: int, passage: Passage, span: Span
+    ) -> Question | None:
+        """The question with the Q of all its tokens, where those from `start` on were read now.
+
+        What stands before them was read with an earlier one, as where a reminder at its end was
+        replaced. None where the Q of that is not at hand.
+        """
+        memory = self._memory
+        prefix = passage.tokens[: span.stop]
+        if start == span.start:
+            return Question(query, rows, span, prefix.copy())
+        for known in memory.active.known:
+            if (
+                known.span.start == span.start
+                and known.span.stop >= start
+                and known.query.covers(memory.summaries.pairs)
+                and np.array_equal(known.prefix[:start], prefix[:start])
+            ):
+                return Question(*known.extend(query, rows, start), span, prefix.copy())
+        return None
+
+    def _learn(self, question: Question | None) -> None:
+        if question is not None:
+            self._memory.active.ask(question)
 
     # The decisions: each reads the prompt to its end. The first three choose nothing.
 
@@ -253,6 +276,7 @@ class PromptReader:
         memory = self._memory
         n_total = len(passage.tokens)
         content, is_question, why = self._content(prompt)
+        question = None
         begin = memory.n_tokens
         if prompt.query_span is not None:
             begin = max(begin, prompt.query_span.start)
@@ -272,13 +296,17 @@ class PromptReader:
                 stop = n_total if is_legacy else passage.first_pass_end(content.stop)
                 yield from passage.read_to(stop, phase="query_s", seal=False)
                 query = tap.finish()[0]
+                if is_question and prompt.query_span is not None:
+                    question = self._whole(
+                        query, tap.rows[0], content.start, passage, prompt.query_span
+                    )
+                    query = query if question is None else question.query
                 yield from self._choose_again(passage, query, start, why)
             except BaseException:
                 memory.settle()
                 raise
             memory.end_trial()
-        if is_question and prompt.query_span is not None:
-            self._learn(query, passage, prompt.query_span)
+        self._learn(question)
 
     def _choose_again(
         self, passage: Passage, query: Query, start: int, why: str

@@ -31,15 +31,15 @@ class QueryTap:
     """Reads Q of chosen tokens while they are decoded, in any number of calls.
 
     tokens: the whole prompt. contents: of each query the indices of the tokens that ask; all of
-    them ascend, and none is decoded yet. They are thinned evenly. Use it as a context, and `finish`
-    inside.
+    them ascend, and none is decoded yet. They are thinned evenly, to `rows`. Use it as a context,
+    and `finish` inside.
     """
 
     def __init__(self, memory: TieredMemory, tokens: I32, *contents: Sequence[int]) -> None:
         self._memory = memory
         asked = [np.asarray(content, np.int32) for content in contents]
-        self._parts = [one[pick_evenly(len(one), MAX_ROWS)] for one in asked]
-        self._rows = np.concatenate(self._parts)
+        self.rows: list[I32] = [one[pick_evenly(len(one), MAX_ROWS)] for one in asked]
+        self._rows = np.concatenate(self.rows)
         self._words = [tokens[one] for one in asked]
         self._layers = np.array(sorted({pair.layer for pair in memory.summaries.pairs}), np.int32)
         self._is_open = False
@@ -71,11 +71,11 @@ class QueryTap:
         """The queries. Raises StateError if a token was not decoded."""
         self._is_open = False
         tapped = self._memory.port.end_tap()
-        borders = np.cumsum([len(rows) for rows in self._parts])[:-1]
+        borders = np.cumsum([len(rows) for rows in self.rows])[:-1]
         by_query = zip(*(np.split(rows, borders) for rows in tapped), strict=True)
         return [
             self._query(list(layers), rows, words)
-            for layers, rows, words in zip(by_query, self._parts, self._words, strict=True)
+            for layers, rows, words in zip(by_query, self.rows, self._words, strict=True)
         ]
 
     def _query(self, tapped: list[NDArray[np.float32]], rows: I32, words: I32) -> Query:

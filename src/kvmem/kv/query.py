@@ -77,12 +77,18 @@ class Query:
         return all(layer in self.layers for layer, _ in pairs)
 
     def join(self, other: "Query") -> "Query":
-        """A query that asks with the rows and tokens of both."""
+        """A query that asks with the rows and tokens of both, in the layers that both know."""
         layers = {
             index: np.concatenate([rows, other.layers[index]])
             for index, rows in self.layers.items()
+            if index in other.layers
         }
         return replace(self, layers=layers, tokens=np.concatenate([self.tokens, other.tokens]))
+
+    def take(self, rows: NDArray[np.intp], n_tokens: int) -> "Query":
+        """A query that asks with these of its rows, and with its first n_tokens tokens."""
+        layers = {index: of_layer[rows] for index, of_layer in self.layers.items()}
+        return replace(self, layers=layers, tokens=self.tokens[:n_tokens])
 
     def heads(self, pair: Pair) -> NDArray[np.float32]:
         """The query heads that read this KV head: f32 [n_rows, group, head_dim_k], a view."""
