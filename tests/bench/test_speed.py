@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from time import process_time
 
 import pytest
 
@@ -11,7 +12,12 @@ from kvmem.errors import ConfigError
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen35"])
-def test_every_system_is_measured_in_every_round(kind: str, tiny: Callable[..., Path]) -> None:
+def test_every_system_is_measured_in_every_round(
+    kind: str, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("bench.speed", "engine.session", "engine.memory", "engine.plain"):
+        # of CPU time none is lost where a busy machine stops the process
+        monkeypatch.setattr(f"kvmem.{module}.perf_counter", process_time)
     spec = SpeedSpec(
         model=tiny(kind),
         depths=(1024,),
@@ -44,8 +50,8 @@ def test_every_system_is_measured_in_every_round(kind: str, tiny: Callable[..., 
         assert sum(phases.values()) == pytest.approx(request.first_token_s)
         assert all(seconds >= 0 for seconds in phases.values())
         assert (phases["read_s"] + phases["query_s"]) > 0
-        assert phases["other_s"] < 0.2 * request.first_token_s + 0.01
         assert (request.to_device_per_s is None) == (request.bytes_in == 0)
+        assert phases["other_s"] < 0.2 * request.first_token_s + 0.01  # no phase is forgotten
     assert steps[-1] == (9, 9)
 
 
