@@ -80,6 +80,9 @@ LARGE: dict[str, Json] = {
     "much beside much": {**WIDE, "anyOf": [{"required": [f"q{n}"]} for n in range(900)]},
     "much beside references": {"$defs": {f"d{n}": SAME for n in range(900)}, **WIDE,
                                "anyOf": [ref(f"d{n}") for n in range(900)]},
+    "many names": {"$defs": {"n": {"enum": [f"v{n}" for n in range(900)]}}, **obj(**{
+        f"p{n}": {"type": "object", "propertyNames": ref("n"), "additionalProperties": SAME}
+        for n in range(400)})},
     "parts twice": doubled_parts(),
     "one part many times": {"$defs": {"w": WIDE}, **obj(**{
         f"p{n}": {"allOf": [ref("w")] * 900} for n in range(8)})},

@@ -12,8 +12,10 @@ from gbnf import read_grammar
 from zod import EMAIL
 
 from kvmem.chat.fields import FieldError
+from kvmem.chat.normal import normal_schema
 from kvmem.chat.render import ChatRenderer, RenderedChat
 from kvmem.chat.request import parse_chat_request
+from kvmem.chat.text_arguments import ANY_TEXT, text_rules
 from kvmem.engine.events import TokenEvent
 from kvmem.llama.grammar import check_grammar
 from kvmem.llama.model import Model
@@ -214,3 +216,11 @@ def test_a_demanded_call_comes_in_every_reply_and_text_may_stand_before_it(
         assert reader.finish_reason("stop") == "tool_calls"
         said.add(bool((first.content + last.content).strip()))
     assert said == {False, True}
+
+
+def test_a_least_length_of_nothing_demands_nothing() -> None:
+    """It is told as one that has no grammar, and costs a tool that is not strict no request."""
+    for least in (-5, -0.5):
+        argument = {"type": "string", "minLength": least}
+        normal = normal_schema({"type": "object", "properties": {"a": argument}})
+        assert text_rules(normal) == (ANY_TEXT,)

@@ -179,10 +179,19 @@ class _Normalizer:
             _plain_exclusive, plain_values, _plain_numbers, _plain_objects, _plain_arrays
         ):  # fmt: skip
             node = step(node)
+        self._spend_on_names(node, schema)
         if "allOf" in node:  # llama.cpp keeps little of it, and follows its references without end
             self._unwritten[path, "allOf"] = node.get(UNMERGED, "is lost")
             node = {k: v for k, v in node.items() if k not in ("allOf", UNMERGED)}
         return self._texts.plain(self._texts.without_lost(node, path), path)
+
+    def _spend_on_names(self, node: Json, schema: Mapping[str, Any]) -> None:
+        """Properties that were written out from a list of names."""
+        given, made = schema.get("properties"), node.get("properties")
+        known = given if isinstance(given, Mapping) else {}
+        for name, inner in made.items() if isinstance(made, Mapping) else ():
+            if name not in known:
+                self._nodes.spend(count_values(inner))
 
     def _distributed(self, node: Json, keyword: str, path: str) -> Json:
         """What stands beside alternatives, put into each of them."""

@@ -274,7 +274,9 @@ def _type_rule(schema: Mapping[str, Any], normal: NormalSchema, steps: Steps) ->
     elif demands == {"format"} and schema["format"] in formats.KNOWN:
         texts = TextDemands((formats.PLAIN[schema["format"]],))
     elif demands == {"minLength"} and numbers_of(schema, "minLength"):
-        least = max(0, math.ceil(schema["minLength"]))
+        least = math.ceil(schema["minLength"])
+        if least <= 0:
+            return ANY_TEXT
         # the first ones on one line, so that the closing tag is none of them
         return rf"[^\x0A]{{{least}}} {ANY_TEXT}" if least <= MAX_LEAST else None
     if texts is None:
