@@ -157,8 +157,8 @@ class Play:
         self._earlier: set[int] = set()
 
     def records(self) -> Iterator[TurnRecord]:
-        questions = self._prompt.questions
         """Those of all turns, as they are played."""
+        questions = self._prompt.questions
         for turn in range(self._spec.n_turns):
             question = questions[turn % len(questions)]
             yield self.ask(turn, question, is_repeated=turn >= len(questions))
@@ -181,6 +181,8 @@ class Play:
         done = events[-1]
         assert isinstance(done, Done)
         reply = [event.token for event in events if isinstance(event, TokenEvent)]
+        if reply and self._vocab.is_eog(reply[-1]):  # what closes a message begins with it
+            del reply[-1]
         self._said += [*reply, *self._closing]
 
         memory = done.stats.memory
