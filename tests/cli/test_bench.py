@@ -53,7 +53,7 @@ def test_speed_prints_each_system_beside_the_others(
     sizes = ["--depth", "1024", "--pool-tokens", "256", "--prefill", "64", "--decode", "4"]
     assert execute(["bench", "speed", "-m", str(tiny_llama), "-t", "1", *sizes]) == 0
     out = capsys.readouterr().out
-    for word in ("kvmem", "stock", "window", "prefill", "decode", "medians of 5 rounds"):
+    for word in ("kvmem", "stock", "window", "prefill", "decode", "5 rounds", "medians"):
         assert word in out
 
 
@@ -61,7 +61,7 @@ def test_speed_prints_each_system_beside_the_others(
     ("arguments", "line"),
     [
         (["recall", "--kvmem-scorer", "best"], "error: --kvmem-scorer is best, but must be one of"),
-        (["recall", "--kvmem-budget", "4096"], "below n_tokens=3072"),
+        (["recall", "--kvmem-budget", "4096"], "below --tokens 3072"),
         (["speed", "--depth", "512"], "at least pool_tokens=1024"),
         (["speed", "--repeats", "0"], "at least 1"),
     ],
@@ -83,3 +83,45 @@ def test_the_demo_fetches_nothing_when_a_model_is_given(
     assert execute(["demo", "-m", str(tmp_path / "no.gguf")]) == 1
     assert "no.gguf" in capsys.readouterr().err
     assert not (tmp_path / "kvmem" / SMOLLM2.file_name).exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bench", "recall", "--prompts", "1"),
+        ("bench", "speed"),
+        ("bench", "agent"),
+        ("bench", "turns"),
+        ("bench", "quality"),
+        ("calibrate",),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_named_before_anything_runs(
+    command: tuple[str, ...], tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file" / "x.jsonl", tmp_path):
+        assert execute([*command, "-m", str(tiny_llama), "-o", str(out)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith(f"error: --out is {out}, but must be a file that can be")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_errors_name_the_flags_of_bench(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, start in (
+        (["recall", "--prompts", "0", "-m", str(tiny_llama)], "error: --prompts is 0, but must"),
+        (["agent", "--tokens", "100", "-m", str(tiny_llama)], "error: --tokens is 100, but must"),
+        (["report", str(tmp_path)], f"error: the folder is {tmp_path}, but must"),
+    ):
+        assert execute(["bench", *arguments]) == 2
+        assert capsys.readouterr().err.startswith(start)
+
+
+def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute([]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("Usage: kvmem")
+    assert captured.err == ""

@@ -166,3 +166,13 @@ def test_an_interrupt_ends_the_reading_of_a_long_prompt(tiny_llama: Path, tmp_pa
         code = process.wait(60)
     assert code == 130
     assert time.monotonic() - started < 10  # far below what is left to read
+
+
+def test_bytes_that_are_no_text_are_told_as_such(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for errors in ("strict", "surrogateescape"):
+        given = io.TextIOWrapper(io.BytesIO(b"bad \xff\xfe bytes"), "utf-8", errors=errors)
+        monkeypatch.setattr(sys, "stdin", given)
+        assert run("-m", str(tiny_llama), *MODEL_ARGS, "-f", "-") == 2
+        assert capsys.readouterr().err.startswith("error: --file is -, but must be text in UTF-8")

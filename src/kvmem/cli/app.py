@@ -30,7 +30,6 @@ app = typer.Typer(
     help="llama.cpp with tiered KV memory: a bounded working set that recalls.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
@@ -67,6 +66,7 @@ def _any(
 
 def execute(args: Sequence[str]) -> int:
     """Run a command line. Returns 0 done, 1 failed, 2 usage, 130 interrupted."""
+    args = args or ("--help",)
     command = typer.main.get_command(app)
     name = args[0] if args and not args[0].startswith("-") else ""
     if name in OURS:
@@ -110,8 +110,6 @@ def _path(command: object, args: Sequence[str]) -> str:
 
 def _usage(error: typer.TyperException, name: str) -> int:
     message = error.format_message()
-    if not message:  # no arguments: the help was shown
-        return faults.USAGE
     hint = f"kvmem {name} --help" if name else "kvmem --help"
     return _fail(f"error: {message.rstrip('.')}; try {hint}", faults.USAGE)
 

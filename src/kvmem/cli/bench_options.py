@@ -1,6 +1,8 @@
 """The options that the commands of `kvmem bench`, and the demo, have in common."""
 
+from errno import EISDIR
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated
 
 from typer import Option
@@ -8,6 +10,7 @@ from typer import Option
 from kvmem.bench import demo_model
 from kvmem.cli.progress import progress
 from kvmem.config import KvType
+from kvmem.errors import ConfigError
 
 __all__ = [
     "Batch",
@@ -21,8 +24,25 @@ __all__ = [
     "Shuffle",
     "Threads",
     "Ubatch",
+    "can_be_written",
     "model_or_demo",
 ]
+
+
+def can_be_written(path: Path | None) -> Path | None:
+    """The same path. ConfigError, before anything is measured: its file could not be written."""
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=path.parent):
+                pass
+            if path.is_dir():
+                raise IsADirectoryError(EISDIR, "it is a folder")
+        except OSError as error:
+            rule = f"a file that can be written ({error.strerror})"
+            raise ConfigError("out", path, rule) from None
+    return path
+
 
 Model = Annotated[
     Path | None, Option("-m", "--model", help="GGUF file. Left out: the demo model, fetched once.")
@@ -38,7 +58,13 @@ Shuffle = Annotated[
     bool, Option("--shuffle", help="Control: mix up the blocks' scores; recall must be lost.")
 ]
 Out = Annotated[
-    Path | None, Option("-o", "--out", help="Write raw records to this file as JSON lines.")
+    Path | None,
+    Option(
+        "-o",
+        "--out",
+        help="Write raw records to this file as JSON lines.",
+        callback=can_be_written,
+    ),
 ]
 Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 

@@ -11,6 +11,7 @@ from typer import Option
 from kvmem.bench.calibrate import Calibrated, CalibrationSpec, calibrate, store
 from kvmem.bench.report import number
 from kvmem.cli import logs, show
+from kvmem.cli.bench_options import can_be_written
 from kvmem.cli.options import EngineOptions
 from kvmem.cli.progress import progress
 from kvmem.cli.takes import takes
@@ -37,7 +38,12 @@ def calibrate_model(
     seed: Annotated[int, Option(help="Seed of the first history.")] = 1000,
     out: Annotated[
         Path | None,
-        Option("-o", "--out", help="File to write. Left out: beside the model, or in the cache."),
+        Option(
+            "-o",
+            "--out",
+            help="File to write. Left out: beside the model, or in the cache.",
+            callback=can_be_written,
+        ),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print an object instead of a table.")] = False,
     verbose: Annotated[bool, Option("-v", "--verbose", help="Log to stderr.")] = False,

@@ -54,6 +54,11 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "ssl_key_file": "--ssl-key-file",
         "ssl_cert_file": "--ssl-cert-file",
         "n_predict": "-n",
+        "n_prompts": "--prompts",
+        "n_tokens": "--tokens",
+        "n_turns": "--turns",
+        "first_seed": "--seed",
+        "folder": "the folder",
         "temperature": "--temp",
     }
 )

@@ -17,7 +17,7 @@ from kvmem.bench.report import difference_table, part_table, recall_table
 from kvmem.bench.saved import load_recall
 from kvmem.bench.summary import summarise
 from kvmem.bench.sweep import DEFAULT_CELLS, parse_cell, sweep
-from kvmem.cli.bench_options import KvDtype, Layers, Shuffle
+from kvmem.cli.bench_options import KvDtype, Layers, Shuffle, can_be_written
 from kvmem.cli.progress import progress, table_console
 from kvmem.config import KvType
 from kvmem.errors import ConfigError
@@ -78,7 +78,13 @@ def quality(
     threads: Annotated[int, Option("-t", "--threads", help="Threads of each; 0 for all.")] = 0,
     n_gpu_layers: Layers = 0,
     out: Annotated[
-        Path | None, Option("-o", "--out", help="Write raw records here, as they are finished.")
+        Path | None,
+        Option(
+            "-o",
+            "--out",
+            help="Write raw records here, as they are finished.",
+            callback=can_be_written,
+        ),
     ] = None,
     read: Annotated[
         Path | None, Option(help="Measure nothing: print the tables of this file.")

@@ -110,7 +110,12 @@ def _prompt_of(prompt: str | None, file: Path | None) -> str | None:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError("file", file, f"a readable text file ({error})") from None
     if file is not None or not sys.stdin.isatty():
-        return sys.stdin.read()
+        try:
+            text = sys.stdin.read()
+            text.encode()  # where the locale is not UTF-8, other bytes come in as surrogates
+        except UnicodeError as error:
+            raise ConfigError("file", "-", f"text in UTF-8 ({error})") from None
+        return text
     return None
 
 
