@@ -286,7 +286,9 @@ def test_a_question_of_which_the_end_was_replaced_asks_with_all_of_it(tiny_llama
             np.testing.assert_array_equal(rows[0], before.query.layers[index][0])
         reply = ask(recorded.session, history + text + second + random_tokens(50, 12), span=span)
         assert reply.stats.memory.decision in {"cached_query", "keep_selected"}
-        # what is not known of its beginning is not made up: it is no question to go on from
+        # where its beginning is not known its end asks alone, and is no question to go on from
         recorded.memory.active.known = ()
         ask(recorded.session, history + text + third, span=span)
-        assert known.question is None
+        assert known.question is not None and not known.question.is_whole
+        assert known.question.query.tokens.tolist() == list(third)
+        assert known.known == ()

@@ -21,7 +21,7 @@ MAX_KNOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question whose Q is known: of its whole span.
+    """A question whose Q is known.
 
     rows: int32, the tokens that the rows of the query are of, counted over the prompt. prefix: all
     tokens up to its end.
@@ -32,9 +32,15 @@ class Question:
     span: Span
     prefix: I32
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its tokens ask, and not its end alone."""
+        return len(self.query.tokens) == len(self.span)
+
     def extend(self, query: Query, rows: I32, start: int) -> tuple[Query, I32]:
-        """The Q of a question that begins as this one does, and from the token `start` on asks with
-        `query`, whose rows are of the tokens `rows`. Returns it and the tokens of its rows.
+        """The Q of a question that begins as this whole one does, and from the token `start` on
+        asks with `query`, whose rows are of the tokens `rows`. Returns it and the tokens of its
+        rows.
         """
         n_kept = int(np.searchsorted(self.rows, start))
         head = self.query.take(np.arange(n_kept), start - self.span.start)
@@ -95,7 +101,9 @@ class Conversation:
         return self.history.n_tokens
 
     def ask(self, question: Question) -> None:
-        """It is the one that is asked now."""
+        """It is the one that is asked now, and again if all of it is known."""
         self.question = question
+        if not question.is_whole:
+            return
         others = tuple(one for one in self.known if one.span != question.span)
         self.known = (question, *others)[:MAX_KNOWN]

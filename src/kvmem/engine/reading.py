@@ -159,33 +159,26 @@ class PromptReader:
                 if tap.is_complete:
                     for query, rows, span in zip(tap.finish(), tap.rows, unread, strict=True):
                         start = max(span.start, n_tokens)
-                        self._learn(self._whole(query, rows, start, passage, span))
+                        question = self._whole(query, rows, start, passage, span)
+                        self._memory.active.ask(question)
 
-    def _whole(
-        self, query: Query, rows: I32, start: int, passage: Passage, span: Span
-    ) -> Question | None:
+    def _whole(self, query: Query, rows: I32, start: int, passage: Passage, span: Span) -> Question:
         """The question with the Q of all its tokens, where those from `start` on were read now.
 
         What stands before them was read with an earlier one, as where a reminder at its end was
-        replaced. None where the Q of that is not at hand.
+        replaced. Where the Q of that is not at hand, its end asks alone.
         """
         memory = self._memory
         prefix = passage.tokens[: span.stop]
-        if start == span.start:
-            return Question(query, rows, span, prefix.copy())
         for known in memory.active.known:
             if (
-                known.span.start == span.start
-                and known.span.stop >= start
+                known.span.start == span.start < start <= known.span.stop
                 and known.query.covers(memory.summaries.pairs)
                 and np.array_equal(known.prefix[:start], prefix[:start])
             ):
-                return Question(*known.extend(query, rows, start), span, prefix.copy())
-        return None
-
-    def _learn(self, question: Question | None) -> None:
-        if question is not None:
-            self._memory.active.ask(question)
+                query, rows = known.extend(query, rows, start)
+                break
+        return Question(query, rows, span, prefix.copy())
 
     # The decisions: each reads the prompt to its end. The first three choose nothing.
 
@@ -300,13 +293,14 @@ class PromptReader:
                     question = self._whole(
                         query, tap.rows[0], content.start, passage, prompt.query_span
                     )
-                    query = query if question is None else question.query
+                    query = question.query
                 yield from self._choose_again(passage, query, start, why)
             except BaseException:
                 memory.settle()
                 raise
             memory.end_trial()
-        self._learn(question)
+        if question is not None:
+            memory.active.ask(question)
 
     def _choose_again(
         self, passage: Passage, query: Query, start: int, why: str
