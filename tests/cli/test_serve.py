@@ -70,8 +70,13 @@ def test_it_serves_notices_who_leaves_and_stops(tiny_llama: Path) -> None:
         server.until("end=cancelled")
         assert post(address, SHORT)["choices"] == reply["choices"]
 
-        with send(address, ENDLESS), send(address, {**SHORT, "stream": True}) as waiting:
-            assert waiting.recv(1) == b"H"  # queued behind the endless one, which so has begun
+        with send(address, ENDLESS):
+            while not json.loads(get(f"http://{address[0]}:{address[1]}/slots"))[0][
+                "is_processing"
+            ]:
+                pass
+            with send(address, {**SHORT, "stream": True}) as waiting:
+                assert waiting.recv(1) == b"H"  # queued behind the endless one
         server.until("end=cancelled")
         assert post(address, SHORT)["choices"] == reply["choices"]
         assert server.stop() == 130
