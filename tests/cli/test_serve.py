@@ -13,6 +13,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import httpx2
 import pytest
 from live import WAIT_S, serving
 from prometheus_client.parser import text_string_to_metric_families
@@ -169,12 +170,20 @@ VARIABLES = {
 
 
 @pytest.mark.parametrize("by_variables", [False, True])
-def test_a_start_script_of_llama_server_moves_over(tiny_llama: Path, by_variables: bool) -> None:
+def test_a_start_script_of_llama_server_moves_over(
+    tiny_llama: Path, tmp_path: Path, by_variables: bool
+) -> None:
     """Case R24: switches or variables, and the four routes with and without the key."""
-    args = () if by_variables else SWITCHES
-    variables = VARIABLES if by_variables else {}
+    file = tmp_path / "keys"
+    file.write_text("# office\nfiled-k\n")
+    args = () if by_variables else (*SWITCHES, "--api-key-file", str(file))
+    variables = {**VARIABLES, "LLAMA_ARG_API_KEY_FILE": str(file)} if by_variables else {}
     with serving("-m", str(tiny_llama), *START, *args, variables=variables) as server:
         host, port = server.address()
+        for key, status in (("filed-k", 200), ("# office", 401)):
+            assert httpx2.get(
+                f"http://{host}:{port}/props", headers={"X-Api-Key": key}, timeout=WAIT_S
+            ).status_code == status  # fmt: skip
         for path in ("/v1/models", "/metrics", "/slots", "/props"):
             url = f"http://{host}:{port}{path}"
             with pytest.raises(urllib.error.HTTPError) as refused:
@@ -196,13 +205,18 @@ def test_a_start_script_of_llama_server_moves_over(tiny_llama: Path, by_variable
 
 def test_keys_from_a_file_add_to_the_others(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("one\n\n two \n")
+    keys.write_text("\ufeff#\n# office\none\n\n two \n  #three\nfo#ur\n", "utf-8")
     config = ServerOptions(api_key="a,b", api_key_file=keys).config(Path("m.gguf"))
-    assert config.api_keys == ("a", "b", "one", "two")
-    keys.write_text("\n")
-    for path in (keys, tmp_path / "none"):
-        with pytest.raises(ConfigError, match="api_key_file"):
-            ServerOptions(api_key_file=path).config(Path("m.gguf"))
+    assert config.api_keys == ("a", "b", "one", "two", "fo#ur"), "a comment opens nothing"
+
+
+@pytest.mark.parametrize("text", [None, "", "\n", "#\n  # office\n"])
+def test_a_file_without_a_key_ends_the_start(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "keys"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match="api_key_file"):
+        ServerOptions(api_key_file=path).config(Path("m.gguf"))
 
 
 def test_files_that_are_no_certificate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -36,8 +36,9 @@ class ServerOptions:
     ] = None  # fmt: skip
     api_key_file: Annotated[
         Path | None,
-        flag("--api-key-file", panel=SERVER_PANEL,
-              help="File with such keys, one a line; they add to --api-key."),
+        llama_flag("--api-key-file", env="API_KEY_FILE", panel=SERVER_PANEL,
+               help="File with such keys, one a line; lines that begin with # are comments. "
+               "They add to --api-key."),
     ] = None  # fmt: skip
     ssl_key_file: Annotated[
         Path | None,
@@ -101,11 +102,11 @@ class ServerOptions:
         keys = [] if self.api_key is None else [key.strip() for key in self.api_key.split(",")]
         if self.api_key_file is not None:
             try:
-                lines = self.api_key_file.read_text().splitlines()
+                lines = self.api_key_file.read_text("utf-8-sig").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 rule = f"a readable file ({error.__class__.__name__})"
                 raise ConfigError("api_key_file", self.api_key_file, rule) from None
-            found = [line.strip() for line in lines if line.strip()]
+            found = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
             if not found:
                 raise ConfigError("api_key_file", self.api_key_file, "a file with a key in it")
             keys += found
