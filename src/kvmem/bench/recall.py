@@ -1,16 +1,18 @@
 """`kvmem bench recall` without its command line: engines, prompts and records."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvmem.bench.conversations import read_conversations
 from kvmem.bench.generators.catalogue import GENERATORS
 from kvmem.bench.history import Answerer, EngineHistory, StockHistory
 from kvmem.bench.longmemeval import read_longmemeval
 from kvmem.bench.quality import CALIBRATED, POLICIES, Policy, Record, measure
+from kvmem.bench.record import environment
 from kvmem.bench.workload import Prompt, WorkloadSpec, make_prompts
 from kvmem.config import EngineConfig, KvType, MemoryConfig, ModelConfig
 from kvmem.engine.calibration import Found, find
@@ -109,6 +111,21 @@ class RecallSpec:
             type_k=self.kv_type, type_v=self.kv_type, calibration=self.calibration
         )
         return find(EngineConfig(model=ModelConfig(path=self.model), memory=memory))
+
+
+def first_line(spec: RecallSpec, bench: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Of a kept run: where and with what it ran, and the pairs that a star scores with."""
+    picked, source = spec.find_calibration()
+    # of a path the name is enough: a record may be shown to others
+    source = re.sub(r"(?<=: )[^:]*/", "", source) if picked is None else Path(source).name
+    return {
+        **environment(spec.model, settings, bench),
+        "calibration": {
+            "source": source,
+            "pairs": picked and picked.pairs,
+            "slice_tokens": picked and picked.slice_tokens,
+        },
+    }
 
 
 def run_recall(

@@ -105,7 +105,12 @@ def version() -> str:
 
 
 def _commit() -> str | None:
-    """The commit that kvmem runs from, with a + where files differ; None outside a checkout."""
+    """The commit that kvmem runs from, with a + where files differ; None outside a checkout.
+
+    KVMEM_COMMIT tells it where the files were copied without their history.
+    """
+    if told := os.environ.get("KVMEM_COMMIT"):
+        return told
     folder = Path(__file__).parent
     try:
         head = _git(folder, "rev-parse", "--short=12", "HEAD")

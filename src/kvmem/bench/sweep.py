@@ -14,9 +14,13 @@ from kvmem.bench.quality import Record
 from kvmem.bench.recall import RecallSpec, run_recall
 from kvmem.errors import ConfigError
 
-__all__ = ["DEFAULT_CELLS", "Cell", "parse_cell", "sweep"]
+__all__ = ["DEFAULT_CELLS", "OF_A_CELL", "Cell", "parse_cell", "sweep"]
 
 DEFAULT_CELLS: Final = ("harbor:3072:512:32:4", "agent:3072:512:32:4")
+
+
+OF_A_CELL: Final = ("generator", "n_tokens", "budget_tokens", "block_tokens", "n_prompts")
+"""Settings that each cell has for itself."""
 
 
 @dataclass(frozen=True, slots=True)

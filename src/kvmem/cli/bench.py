@@ -20,7 +20,7 @@ from kvmem.bench.agent import (
 from kvmem.bench.client import run_remote
 from kvmem.bench.plots import plot_agent, plot_speed
 from kvmem.bench.quality import POLICIES
-from kvmem.bench.recall import RecallSpec, run_recall
+from kvmem.bench.recall import RecallSpec, first_line, run_recall
 from kvmem.bench.record import environment, json_line, write_jsonl
 from kvmem.bench.remote_speed import RemoteSpec, remote_rows, run_remote_speed
 from kvmem.bench.report import (
@@ -123,7 +123,7 @@ def recall(
         shuffle=shuffle,
         free=free,
     )
-    where = environment(spec.model, asdict(spec))
+    where = first_line(spec, "recall", asdict(spec))
     with progress() as report:
         records = list(run_recall(spec, report=report))
     rows = summarise(records)

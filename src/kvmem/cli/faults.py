@@ -155,7 +155,7 @@ VARIABLE = re.compile(r"LLAMA_ARG_\w+|LLAMA_API_KEY\w*|KVMEM_\w+")
 # of the build, the tests and the demo, not of a command
 OTHER_VARIABLES = frozenset(
     {
-        "KVMEM_CACHE", "KVMEM_CHECKS", "KVMEM_CUDA", "KVMEM_DIST", "KVMEM_LLAMA",
+        "KVMEM_CACHE", "KVMEM_CHECKS", "KVMEM_COMMIT", "KVMEM_CUDA", "KVMEM_DIST", "KVMEM_LLAMA",
         "KVMEM_LLAMA_SOURCE", "KVMEM_RELEASE", "KVMEM_SANITIZE",
     }
 )  # fmt: skip

@@ -11,12 +11,12 @@ from typer import Option
 
 from kvmem.bench.details import by_depth, by_kind, compare
 from kvmem.bench.quality import ABLATIONS, CALIBRATED, POLICIES, Policy, Record
-from kvmem.bench.recall import RecallSpec
-from kvmem.bench.record import environment, json_line
+from kvmem.bench.recall import RecallSpec, first_line
+from kvmem.bench.record import json_line
 from kvmem.bench.report import difference_table, part_table, recall_table
 from kvmem.bench.saved import load_recall
 from kvmem.bench.summary import summarise
-from kvmem.bench.sweep import DEFAULT_CELLS, parse_cell, sweep
+from kvmem.bench.sweep import DEFAULT_CELLS, OF_A_CELL, parse_cell, sweep
 from kvmem.cli.bench_options import KvDtype, Layers, Shuffle, can_be_written
 from kvmem.cli.progress import progress, table_console
 from kvmem.config import KvType
@@ -117,8 +117,10 @@ def quality(
         )
         cells = [parse_cell(text, base) for text in cell or DEFAULT_CELLS]
         n_histories = sum(len(cell.spec.seeds) for cell in cells)
+        settings = {name: value for name, value in asdict(base).items() if name not in OF_A_CELL}
+        where = first_line(base, "quality", {**settings, "cells": [cell.name for cell in cells]})
         found = []
-        with progress() as report, _writer(out, environment(model, asdict(base))) as write:
+        with progress() as report, _writer(out, where) as write:
             report("histories", 0, n_histories)
             for done, (name, records) in enumerate(sweep(cells, jobs), 1):
                 found += [(name, record) for record in records]
