@@ -22,6 +22,7 @@ def test_gold_recall_counts_tokens_not_blocks() -> None:
 def test_gold_rank_is_that_of_the_best_block_and_ties_count_against_it() -> None:
     scores = np.array([0.1, 0.5, 0.2, 0.9, 0.5], np.float32)
     assert metrics.gold_rank(scores, GOLD, 32) == 3  # block 1, behind block 3 and level with 4
+    assert math.isnan(metrics.gold_rank(scores[:0], GOLD, 32))  # all of it in the open block
 
 
 def test_kl_of_equal_rows_is_zero_and_of_known_rows_is_known() -> None:

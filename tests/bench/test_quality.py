@@ -21,6 +21,7 @@ from kvmem.bench.workload import Prompt, Question, WorkloadSpec, make_prompt
 from kvmem.engine.calibration import Calibration
 from kvmem.engine.engine import Engine
 from kvmem.engine.fingerprint import fingerprint
+from kvmem.engine.prompt import Span
 from kvmem.errors import ConfigError
 from kvmem.kv.layout import Pair
 from kvmem.kv.rope import unrotate
@@ -273,6 +274,27 @@ def test_a_history_can_be_read_by_what_its_chunks_ask_for(tiny_llama: Path) -> N
     assert [r.gold_recall for r in chosen] == [r.gold_recall for r in plain]
     # the keys and values were computed while other blocks were visible
     assert by_policy(chosen, "recency")[0].kl_nats != by_policy(plain, "recency")[0].kl_nats
+
+
+def test_a_history_may_end_inside_a_block(tiny_llama: Path) -> None:
+    """What stands in the open block is visible, and no scorer ranks it."""
+    spec = RecallSpec(model=tiny_llama, n_tokens=3000, n_threads=1)
+    policies = (Policy("lexical", "none"), Policy("heads", "first"), Policy(EXACT_MASS, "ideal"))
+    with Engine(spec.engine(tiered=True)) as engine:
+        prompt = make_prompt(Harbor(), engine.vocab, WorkloadSpec(n_tokens=3000), seed=0)
+        last = replace(prompt.questions[0], gold=(Span(2990, 2996),))
+        both = replace(prompt.questions[1], gold=(Span(70, 74), Span(2990, 2996)))
+        prompt = replace(prompt, questions=(last, both))
+        history = EngineHistory.read(engine, prompt.history)
+        for shuffle in (False, True):
+            records = list(
+                measure([prompt], lambda prompt: history, None, policies=policies, shuffle=shuffle)
+            )
+            scored = [record for record in records if record.policy not in (FULL, GOLD)]
+            assert [math.isnan(record.gold_rank) for record in scored] == [True] * 3 + [False] * 3
+            assert all(record.gold_recall >= 6 / 10 for record in records)
+            rows = {row.policy: row for row in summarise(records)}
+            assert rows["lexical"].gold_rank == scored[3].gold_rank
 
 
 def test_large_blocks_leave_room_for_the_question(tiny_llama: Path) -> None:

@@ -194,8 +194,8 @@ class EngineHistory:
     def score(self, query: Query, scorer: str, *, picked: bool = False) -> Scores:
         memory = self._memory
         if scorer == EXACT_MASS:
-            edges = np.zeros((self.n_blocks, 2), np.float32)
-            return Scores(scorer, self._exact_mass(query), edges)
+            mass = self._exact_mass(query)
+            return Scores(scorer, mass, np.zeros((len(mass), 2), np.float32))
         if picked and self._picked is None:
             raise ConfigError("calibration", "none", "found for this model: run kvmem calibrate")
         if not picked and scorer not in ALL_PAIRS_SCORERS:
@@ -218,7 +218,7 @@ class EngineHistory:
         )
 
     def _exact_mass(self, query: Query) -> F32:
-        """Softmax mass of each block over all layers and heads, with positions: f32 [n_blocks].
+        """Softmax mass of each sealed block over all layers and heads, with positions: f32.
 
         The query must be the newest that was asked, for its positions.
         """
@@ -235,10 +235,7 @@ class EngineHistory:
             layer = layers[pair.layer]
             rows = rotated(query.heads(pair), self._asked_pos, layer.rope_q)
             mass += softmax_mass(rows.reshape(-1, rows.shape[2]), keys, layer.score_scale)
-        blocks = np.zeros(self.n_blocks, np.float32)
-        n_sealed = len(mass) // self.block_tokens
-        blocks[:n_sealed] = mass.reshape(n_sealed, -1).sum(axis=1)
-        return blocks
+        return mass.reshape(-1, self.block_tokens).sum(axis=1).astype(np.float32)
 
     def select(self, scores: Scores, question: Question) -> I32:
         # As a session chooses: the question's tokens count, and its first block is the newest one.

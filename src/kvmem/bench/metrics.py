@@ -5,6 +5,7 @@ docs/benchmarks.md; the percentile bootstrap over clusters is Efron and Tibshira
 Introduction to the Bootstrap (1993), chapter 13, with prompts as the units that are drawn.
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -41,10 +42,15 @@ def gold_recall(selection: ArrayLike, gold: Sequence[Span], block_tokens: int) -
     return float(np.isin(gold_tokens(gold) // block_tokens, np.asarray(selection)).mean())
 
 
-def gold_rank(scores: F32, gold: Sequence[Span], block_tokens: int) -> int:
-    """Rank of the best gold block, 1 for the highest score; ties count against it."""
+def gold_rank(scores: F32, gold: Sequence[Span], block_tokens: int) -> float:
+    """Rank of the best gold block, 1 for the highest score; ties count against it.
+
+    NaN where none of them has a score: the block that is still open is visible without one.
+    """
     is_gold = np.isin(np.arange(len(scores)), gold_blocks(gold, block_tokens))
-    return int((scores[~is_gold] >= scores[is_gold].max()).sum() + 1)
+    if not is_gold.any():
+        return math.nan
+    return float((scores[~is_gold] >= scores[is_gold].max()).sum() + 1)
 
 
 def log_softmax(logits: F32) -> F64:

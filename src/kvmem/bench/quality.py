@@ -163,10 +163,7 @@ class _QuestionBench:
         self._stock = stock
         self._free = free
         self._newest = np.empty(0, np.int32)
-        self._order: NDArray[np.int64] | None = None
-        if shuffle:
-            rng = np.random.default_rng([prompt.seed, question.gold[0].start])
-            self._order = rng.permutation(history.n_blocks)
+        self._shuffle = shuffle
 
     def records(self, policies: Sequence[Policy]) -> Iterator[Record]:
         """The references first: all else is compared with full attention over the same K, V."""
@@ -186,10 +183,10 @@ class _QuestionBench:
             score_ms = 1e3 * (perf_counter() - started)
             if not policy.neighbours:
                 scores = scores._replace(edges=np.zeros_like(scores.edges))
-            if self._order is not None:
-                scores = scores._replace(
-                    blocks=scores.blocks[self._order], edges=scores.edges[self._order]
-                )
+            if self._shuffle:
+                seed = [self._prompt.seed, self._question.gold[0].start]
+                order = np.random.default_rng(seed).permutation(len(scores.blocks))
+                scores = scores._replace(blocks=scores.blocks[order], edges=scores.edges[order])
             selection = history.select(scores, self._question)
             outcome = self._answer_under(selection)
             yield self._record(

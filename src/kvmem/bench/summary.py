@@ -1,5 +1,6 @@
 """From records of single questions to one row a policy, and to the gates that a run must pass."""
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def summarise(records: Sequence[Record]) -> list[Row]:
     rows = []
     for name, group in groups.items():
         free = [r for r in group if r.free is not None]
-        ranks = [r.gold_rank for r in group]
+        ranks = [r.gold_rank for r in group if not math.isnan(r.gold_rank)]
         indirect = [r for r in records if r.policy == name and not r.shares_word]
         rows.append(
             Row(
@@ -58,7 +59,7 @@ def summarise(records: Sequence[Record]) -> list[Row]:
                 n=len(group),
                 n_paraphrased=len(indirect),
                 gold_recall=_interval(group, lambda r: r.gold_recall),
-                gold_rank=statistics.median(ranks),
+                gold_rank=statistics.median(ranks) if ranks else math.nan,
                 kl_nats=_interval(group, lambda r: r.kl_nats),
                 top1=statistics.fmean(r.top1 for r in group),
                 kle=kle(kl_of[name], kl_recency, kl_gold),
