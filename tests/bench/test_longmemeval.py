@@ -79,11 +79,11 @@ def test_questions_without_evidence_are_left_out(tmp_path: Path) -> None:
 )
 def test_another_format_is_named(items: object, why: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why):
-        read_longmemeval(write(tmp_path, items), Words())
+        list(read_longmemeval(write(tmp_path, items), Words()))
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "damaged.json"
     path.write_text("{")
     with pytest.raises(ConfigError, match="readable JSON"):
-        read_longmemeval(path, Words())
+        list(read_longmemeval(path, Words()))

@@ -202,7 +202,7 @@ def _read_all(
         seeds = range(spec.first_seed, spec.first_seed + spec.n_prompts)
         prompts = make_prompts(GENERATORS[spec.generator](), engine.vocab, spec.workload(), seeds)
     else:
-        prompts = read_conversations(spec.questions, engine)
+        prompts = list(read_conversations(spec.questions, engine.model, engine.vocab))
     folder.mkdir(parents=True, exist_ok=True)
     for group, prompt in enumerate(prompts):
         report("histories", group, len(prompts))

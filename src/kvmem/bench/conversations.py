@@ -6,17 +6,18 @@ rendered history. `n_tokens` is the length of that history, so it holds for one 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from kvmem.bench.workload import Prompt, Question
 from kvmem.chat.render import ChatRenderer
 from kvmem.chat.request import parse_chat_request
-from kvmem.engine.engine import Engine
 from kvmem.engine.prompt import Span
 from kvmem.errors import ConfigError
+from kvmem.llama.model import Model
 from kvmem.llama.template import ChatTemplate
+from kvmem.llama.vocab import Vocab
 
 __all__ = ["UNTOLD", "read_conversations"]
 
@@ -24,30 +25,34 @@ UNTOLD: Final = "none"
 """The kind of a question about what was never told: it has no evidence."""
 
 
-def read_conversations(path: Path, engine: Engine) -> list[Prompt]:
+def read_conversations(
+    path: Path, model: Model, vocab: Vocab, lengths: range | None = None
+) -> Iterator[Prompt]:
     """One prompt for each line, rendered with the model's chat template.
 
-    Raises ConfigError with the line that is not of the format, or not of this vocabulary.
+    lengths: only histories of so many tokens. Raises ConfigError with the line that is not of the
+    format, or not of this vocabulary.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError("questions", path, f"a readable file ({error.strerror})") from None
-    prompts = []
-    with ChatTemplate(engine.model) as template:
-        renderer = ChatRenderer(template, engine.vocab)
+    with ChatTemplate(model) as template:
+        renderer = ChatRenderer(template, vocab)
         for number, line in enumerate(lines, 1):
             try:
                 item = json.loads(line)
+                if lengths is not None and int(item["n_tokens"]) not in lengths:
+                    continue
                 asked = [_render(renderer, item, question) for question in item["questions"]]
-                prompts.append(_prompt(item, asked, engine, number))
+                prompt = _prompt(item, asked, vocab, number)
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(
                     "questions",
                     f"{path}, line {number}",
                     f"a conversation for this model ({type(error).__name__}: {error})",
                 ) from None
-    return prompts
+            yield prompt
 
 
 def _render(
@@ -63,7 +68,7 @@ def _render(
 def _prompt(
     item: dict[str, Any],
     asked: Sequence[tuple[tuple[int, ...], Span]],
-    engine: Engine,
+    vocab: Vocab,
     number: int,
 ) -> Prompt:
     n_tokens = int(item["n_tokens"])
@@ -85,7 +90,7 @@ def _prompt(
                 tokens=tokens[n_tokens:],
                 content=Span(span.start - n_tokens, span.stop - n_tokens),
                 prefix=(),
-                value=tuple(engine.vocab.tokenize(question["answer"], parse_special=False)),
+                value=tuple(vocab.tokenize(question["answer"], parse_special=False)),
                 gold=gold,
                 shares_word=True,
             )

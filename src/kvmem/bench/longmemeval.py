@@ -6,6 +6,7 @@ that hold the evidence. Nothing is judged: what is measured is whether the evide
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from kvmem.errors import ConfigError
 __all__ = ["read_longmemeval"]
 
 
-def read_longmemeval(path: Path, tokenizer: Tokenizer) -> list[Prompt]:
+def read_longmemeval(
+    path: Path, tokenizer: Tokenizer, lengths: range | None = None
+) -> Iterator[Prompt]:
     """One prompt and one question for each item that has evidence; abstentions have none.
 
     Gold are the turns that are marked, or else the whole sessions that the answer is from.
+    lengths: only histories of so many tokens; no longer one is tokenized to its end.
     Raises ConfigError with the item that is not of the format.
     """
     try:
@@ -28,22 +32,23 @@ def read_longmemeval(path: Path, tokenizer: Tokenizer) -> list[Prompt]:
         raise ConfigError("questions", path, f"a readable JSON file ({error})") from None
     if not isinstance(items, list):
         raise ConfigError("questions", path, "LongMemEval's list of items")
-    prompts = []
     for number, item in enumerate(items):
         try:
-            prompt = _prompt(item, tokenizer, number)
+            prompt = _prompt(item, tokenizer, number, lengths)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 "questions",
                 f"{path}, item {number}",
                 f"an item of LongMemEval ({type(error).__name__}: {error})",
             ) from None
-        if prompt.questions[0].gold:
-            prompts.append(prompt)
-    return prompts
+        if prompt is not None:
+            yield prompt
 
 
-def _prompt(item: dict[str, Any], tokenizer: Tokenizer, number: int) -> Prompt:
+def _prompt(
+    item: dict[str, Any], tokenizer: Tokenizer, number: int, lengths: range | None
+) -> Prompt | None:
+    """None where there is no evidence, or the history has another length."""
     frame = frame_for(tokenizer)
     tokens: list[int] = []
     marked: list[Span] = []
@@ -66,10 +71,15 @@ def _prompt(item: dict[str, Any], tokenizer: Tokenizer, number: int) -> Prompt:
             add(frame.open(turn["role"]))
             tokens += say((f"[{date}]\n" if index == 0 else "") + turn["content"])
             add(frame.closed)
+            if lengths is not None and len(tokens) >= lengths.stop:
+                return None
             if turn.get("has_answer"):
                 marked.append(Span(start, len(tokens)))
         if name in wanted:
             sessions.append(Span(begin, len(tokens)))
+    gold = tuple(marked or sessions)
+    if not gold or (lengths is not None and len(tokens) not in lengths):
+        return None
     opening = tokenizer.tokenize(frame.open("user"), parse_special=True)
     asked = say(f"[{item['question_date']}]\n{item['question']}")
     closing = tokenizer.tokenize(frame.closed + frame.open("assistant"), parse_special=True)
@@ -82,7 +92,7 @@ def _prompt(item: dict[str, Any], tokenizer: Tokenizer, number: int) -> Prompt:
         content=Span(len(opening), len(opening) + len(asked)),
         prefix=(),
         value=tuple(say(answer)),
-        gold=tuple(marked or sessions),
+        gold=gold,
         shares_word=True,
     )
     return Prompt(

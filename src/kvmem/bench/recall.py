@@ -1,9 +1,10 @@
 """`kvmem bench recall` without its command line: engines, prompts and records."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,8 @@ from kvmem.config import EngineConfig, KvType, MemoryConfig, ModelConfig
 from kvmem.engine.calibration import Found, find
 from kvmem.engine.engine import Engine
 from kvmem.errors import ConfigError
+from kvmem.llama.model import Model
+from kvmem.llama.vocab import Vocab
 
 Report = Callable[[str, int, int], None]
 
@@ -128,10 +131,38 @@ def first_line(spec: RecallSpec, bench: str, settings: dict[str, Any]) -> dict[s
     }
 
 
+def read_questions(spec: RecallSpec, model: Model, vocab: Vocab) -> list[Prompt]:
+    """The histories of the spec's length in its file, from `first_seed` on, as many as there are.
+
+    Raises ConfigError: there is none.
+    """
+    path = spec.questions
+    assert path is not None
+    lengths = range(spec.n_tokens // 2 + 1, spec.n_tokens + 1)
+    if path.suffix == ".json":
+        every = read_longmemeval(path, vocab, lengths)
+    else:
+        every = read_conversations(path, model, vocab, lengths)
+    found = list(islice(every, spec.seeds.stop))
+    if not found:
+        rule = f"a file with a history of {lengths.start} to {spec.n_tokens} tokens"
+        raise ConfigError("questions", path, rule)
+    if spec.first_seed >= len(found):
+        rule = f"below {len(found)}, the histories of that length in {path}"
+        raise ConfigError("first_seed", spec.first_seed, rule)
+    return found[spec.first_seed :]
+
+
 def run_recall(
-    spec: RecallSpec, *, report: Report = lambda what, done, total: None
+    spec: RecallSpec,
+    prompts: Sequence[Prompt] | None = None,
+    *,
+    report: Report = lambda what, done, total: None,
 ) -> Iterator[Record]:
-    """Records of all questions, prompt by prompt. Loads the model twice; the weights are mapped."""
+    """Records of all questions, prompt by prompt. Loads the model twice; the weights are mapped.
+
+    prompts: these, in place of those that the spec names.
+    """
     calibration = spec.find_calibration().calibration
     policies = spec.policies
     if policies is None:
@@ -142,7 +173,7 @@ def run_recall(
         if spec.stock:
             open_stock = _stock(spec, opened, is_hybrid=tiered.model.is_hybrid)
         yield from measure(
-            _prompts(spec, tiered),
+            _prompts(spec, tiered) if prompts is None else prompts,
             lambda prompt: EngineHistory.read(
                 tiered, prompt.history, calibration=calibration, by_chunk=spec.by_chunk
             ),
@@ -166,14 +197,5 @@ def _stock(spec: RecallSpec, opened: ExitStack, *, is_hybrid: bool) -> Callable[
 
 def _prompts(spec: RecallSpec, engine: Engine) -> list[Prompt]:
     if spec.questions is not None:
-        if spec.questions.suffix == ".json":
-            every = read_longmemeval(spec.questions, engine.vocab)
-        else:
-            every = read_conversations(spec.questions, engine)
-        found = [
-            prompt for prompt in every if spec.n_tokens // 2 < len(prompt.history) <= spec.n_tokens
-        ]
-        if not found:
-            raise ConfigError("n_tokens", spec.n_tokens, f"what {spec.questions} has")
-        return found[spec.first_seed : spec.first_seed + spec.n_prompts]
+        return read_questions(spec, engine.model, engine.vocab)
     return make_prompts(GENERATORS[spec.generator](), engine.vocab, spec.workload(), spec.seeds)

@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kvmem.bench.quality import Record
-from kvmem.bench.recall import RecallSpec, run_recall
+from kvmem.bench.recall import RecallSpec, read_questions, run_recall
+from kvmem.bench.workload import Prompt
 from kvmem.errors import ConfigError
+from kvmem.llama.model import Model
+from kvmem.llama.vocab import Vocab
 
-__all__ = ["DEFAULT_CELLS", "OF_A_CELL", "Cell", "parse_cell", "sweep"]
+__all__ = ["DEFAULT_CELLS", "OF_A_CELL", "Cell", "Task", "parse_cell", "sweep", "tasks_of"]
 
 DEFAULT_CELLS: Final = ("harbor:3072:512:32:4", "agent:3072:512:32:4")
 
@@ -54,24 +57,44 @@ def parse_cell(text: str, base: RecallSpec) -> Cell:
     )
 
 
-def sweep(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[str, list[Record]]]:
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One history of a cell. prompt: of a file of questions; None for a generator's."""
+
+    cell: str
+    spec: RecallSpec
+    prompt: Prompt | None = None
+
+
+def tasks_of(cells: Sequence[Cell]) -> list[Task]:
+    """All histories, the longest first: none is left alone at last.
+
+    Files of questions are read here, once. Raises ConfigError: one has no history for a cell.
+    """
+    tasks = []
+    for cell in cells:
+        if cell.spec.questions is None:
+            specs = [replace(cell.spec, first_seed=n, n_prompts=1) for n in cell.spec.seeds]
+            tasks += [Task(cell.name, spec) for spec in specs]
+        else:
+            with Model(cell.spec.model, n_gpu_layers=0) as model:
+                prompts = read_questions(cell.spec, model, Vocab(model))
+            tasks += [Task(cell.name, cell.spec, prompt) for prompt in prompts]
+    return sorted(tasks, key=lambda task: -task.spec.n_tokens)
+
+
+def sweep(tasks: Sequence[Task], jobs: int) -> Iterator[tuple[str, list[Record]]]:
     """Records of each history with the name of its cell, as they are finished.
 
     jobs: processes, each with the threads of the cell's spec. 1 stays in this process.
     """
-    tasks = [
-        (cell.name, replace(cell.spec, first_seed=seed, n_prompts=1))
-        for cell in cells
-        for seed in cell.spec.seeds
-    ]
-    tasks.sort(key=lambda task: -task[1].n_tokens)  # the longest first: none is left alone at last
     if jobs == 1:
-        for name, spec in tasks:
-            yield name, _measure(spec)
+        for task in tasks:
+            yield task.cell, _measure(task)
         return
     # spawned: the native libraries of this process must not be forked
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(_measure, spec): name for name, spec in tasks}
+        running = {pool.submit(_measure, task): task.cell for task in tasks}
         try:
             for done in as_completed(running):
                 yield running[done], done.result()
@@ -80,5 +103,6 @@ def sweep(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[str, list[Record]]
             raise
 
 
-def _measure(spec: RecallSpec) -> list[Record]:
-    return list(run_recall(spec))
+def _measure(task: Task) -> list[Record]:
+    prompts = None if task.prompt is None else [task.prompt]
+    return list(run_recall(task.spec, prompts))

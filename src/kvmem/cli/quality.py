@@ -16,7 +16,7 @@ from kvmem.bench.record import json_line
 from kvmem.bench.report import difference_table, part_table, recall_table
 from kvmem.bench.saved import load_recall
 from kvmem.bench.summary import summarise
-from kvmem.bench.sweep import DEFAULT_CELLS, OF_A_CELL, parse_cell, sweep
+from kvmem.bench.sweep import DEFAULT_CELLS, OF_A_CELL, parse_cell, sweep, tasks_of
 from kvmem.cli.bench_options import KvDtype, Layers, Shuffle, can_be_written
 from kvmem.cli.progress import progress, table_console
 from kvmem.config import KvType
@@ -116,16 +116,16 @@ def quality(
             by_chunk=by_chunk,
         )
         cells = [parse_cell(text, base) for text in cell or DEFAULT_CELLS]
-        n_histories = sum(len(cell.spec.seeds) for cell in cells)
+        tasks = tasks_of(cells)
         settings = {name: value for name, value in asdict(base).items() if name not in OF_A_CELL}
         where = first_line(base, "quality", {**settings, "cells": [cell.name for cell in cells]})
         found = []
         with progress() as report, _writer(out, where) as write:
-            report("histories", 0, n_histories)
-            for done, (name, records) in enumerate(sweep(cells, jobs), 1):
+            report("histories", 0, len(tasks))
+            for done, (name, records) in enumerate(sweep(tasks, jobs), 1):
                 found += [(name, record) for record in records]
                 write([{"cell": name, **asdict(record)} for record in records])
-                report("histories", done, n_histories)
+                report("histories", done, len(tasks))
     if as_json:
         print(json_line([{"cell": name, **asdict(record)} for name, record in found]))
     else:
