@@ -4,9 +4,8 @@ verify steps, depth.
     python bench/gpu/experiments.py model.gguf [names...] [--out results.jsonl]
 
 The far history is synthetic: cells and records of the right sizes that were never computed; what a
-step costs does not
-depend on their values. Every row is a median with its n; both sides of a ratio are measured in the
-same process.
+step costs does not depend on their values. Every row is a median with its n; both sides of a ratio
+are measured in the same process.
 """
 
 import argparse
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmem.bench.record import environment, json_line
 from kvmem.kv.budget import HostBudget
 from kvmem.kv.working_set import WorkingSet
 from kvmem.llama import runtime
@@ -32,11 +32,17 @@ from kvmem.llama.model import Model
 
 BLOCK = 128
 BUDGET_BLOCKS, RESERVE_BLOCKS = 288, 128  # 36,864 and 16,384 tokens
-FAR_TOKENS = 258_048
-WORKSPACE = 262_144
+REST_TOKENS = 4096  # of the workspace, behind the far history
 HOST_LIMIT = 64 << 30
 
 Row = dict[str, Any]
+
+
+class Settings:
+    """far_tokens: of the history in `depth`, and at most in the others."""
+
+    far_tokens = 258_048
+    threads = 4
 
 
 class Pool:
@@ -46,24 +52,25 @@ class Pool:
         self,
         model: Model,
         *,
-        budget: int = BUDGET_BLOCKS,
-        reserve: int = RESERVE_BLOCKS,
+        budget: int | None = None,
+        reserve: int | None = None,
         kv: str = "q8_0",
         n_rs_seq: int = 0,
         transfer: str | None = None,
         ubatch: int = 512,
     ) -> None:
+        budget, reserve = budget or BUDGET_BLOCKS, reserve or RESERVE_BLOCKS
         self.context = Context(
             model,
-            n_ctx=WORKSPACE + 4096,
+            n_ctx=Settings.far_tokens + 2 * REST_TOKENS,
             n_cells=(budget + reserve) * BLOCK,
             block_tokens=BLOCK,
             n_batch=2048,
             n_ubatch=ubatch,
             type_k=kv,
             type_v=kv,
-            n_threads=4,
-            n_threads_batch=4,
+            n_threads=Settings.threads,
+            n_threads_batch=Settings.threads,
             n_rs_seq=n_rs_seq,
         )
         self.port = LlamaPort(self.context)
@@ -107,8 +114,9 @@ class Pool:
         chosen = self.rng.choice(newest, n_blocks - 1, replace=False)
         return np.sort(np.append(chosen, newest)).astype(np.int32)
 
-    def far(self, n_tokens: int = FAR_TOKENS, *, window: int | None = None) -> None:
+    def far(self, n_tokens: int | None = None, *, window: int | None = None) -> None:
         """A history of n_tokens; the budget (or `window` blocks) of it is visible."""
+        n_tokens = n_tokens or Settings.far_tokens
         self.fake(n_tokens - BLOCK)
         self.ws.apply(self.ws.resident()[-1:])
         self.decode(BLOCK, reply=False)
@@ -159,11 +167,11 @@ def transfers(model: Model) -> Iterator[Row]:
     """Whole windows out and in, by each way, beside the machine's own pinned copy."""
     with pool(model, reserve=1) as p:
         fastest = p.port.transfer
-        rates = [p.port.copy_ceiling() for _ in range(7)]
+        both = [p.port.copy_ceiling() for _ in range(7)]
     ceilings = {}
     for i, name in enumerate(("to device", "to host")):
-        ceilings[name] = statistics.median(pair[i] for pair in rates) / 1e9
-        yield {"what": f"plain copy {name}", "GB/s": ceilings[name], "n": len(rates)}
+        ceilings[name] = statistics.median(pair[i] for pair in both) / 1e9
+        yield {"what": f"plain copy {name}", "GB/s": ceilings[name], "n": len(both)}
 
     ways = [("generic", "plain")]
     if fastest != "generic":
@@ -366,10 +374,11 @@ def verify(model: Model) -> Iterator[Row]:
 
 
 def depth(model: Model) -> Iterator[Row]:
-    """Decode and prefill over 256K tokens.
+    """Decode and prefill behind a far history.
 
     The pool, a cache that holds everything, and stock with the pool's cells.
     """
+    far = f"{Settings.far_tokens // 1024}K"
 
     def prefill(p: Pool, seal: bool) -> list[float]:
         rates = []
@@ -389,7 +398,7 @@ def depth(model: Model) -> Iterator[Row]:
         p.far()
         rates = steps_per_s(p)
         yield {
-            "what": "kvmem: decode at 256K, budget 36,864",
+            "what": f"kvmem: decode at {far}, budget 36,864",
             "t/s": statistics.median(rates),
             "n": len(rates),
             "highest cell": p.ws.highest_used_cell,
@@ -400,23 +409,23 @@ def depth(model: Model) -> Iterator[Row]:
         for seal in (False, True):
             rates = prefill(p, seal)
             yield {
-                "what": f"kvmem: prefill at 256K, {'stored' if seal else 'not stored'}",
+                "what": f"kvmem: prefill at {far}, {'stored' if seal else 'not stored'}",
                 "t/s": statistics.median(rates),
                 "n": len(rates),
                 "highest cell": p.ws.highest_used_cell,
             }
         p.ws.seal()
         p.ws.apply(p.random_selection(BUDGET_BLOCKS + RESERVE_BLOCKS - 2))
-        rates = steps_per_s(p, n_steps=8, repeats=3)
+        rates = steps_per_s(p, n_steps=8, repeats=5)
         yield {
-            "what": "kvmem: decode at 256K, reserve full too",
+            "what": f"kvmem: decode at {far}, reserve full too",
             "t/s": statistics.median(rates),
             "n": len(rates),
             "highest cell": p.ws.highest_used_cell,
         }
-    for name, tokens in (("32K", 32_768), ("256K", FAR_TOKENS)):
+    for name, tokens in (("32K", 32_768), (far, Settings.far_tokens)):
         blocks = tokens // BLOCK
-        with pool(model, budget=blocks + 1, reserve=WORKSPACE // BLOCK - FAR_TOKENS // BLOCK) as p:
+        with pool(model, budget=blocks + 1, reserve=REST_TOKENS // BLOCK) as p:
             p.far(tokens, window=blocks)
             rates = steps_per_s(p)
             yield {
@@ -452,8 +461,8 @@ def stock(model: Model, n_tokens: int) -> Iterator[Row]:
         n_ubatch=512,
         type_k="q8_0",
         type_v="q8_0",
-        n_threads=8,
-        n_threads_batch=8,
+        n_threads=Settings.threads,
+        n_threads_batch=Settings.threads,
     ) as context:
         at = 0
 
@@ -508,8 +517,18 @@ def main() -> None:
         metavar="name",
         help=f"of {', '.join(EXPERIMENTS)}; all if none is given",
     )
+    parser.add_argument(
+        "--far", type=int, default=Settings.far_tokens, help="tokens of the far history"
+    )
+    parser.add_argument("-t", "--threads", type=int, default=Settings.threads)
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
+    Settings.threads = arguments.threads
+    Settings.far_tokens = arguments.far // BLOCK * BLOCK
+    if arguments.out:
+        where = environment(arguments.model, vars(arguments), "experiments")
+        with arguments.out.open("a") as file:
+            file.write(json_line(where) + "\n")
     with Model(arguments.model) as model:
         for name in arguments.names or EXPERIMENTS:
             started = time.perf_counter()

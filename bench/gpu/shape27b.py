@@ -1,7 +1,7 @@
 """Write a qwen35 model of the 27B's shape with random weights: its speed and its memory are those
 of the real one.
 
-python bench/gpu/shape27b.py model.gguf [--weights IQ4_XS]
+python bench/gpu/shape27b.py model.gguf [--weights IQ4_XS] [--layers 64]
 """
 
 import argparse
@@ -64,16 +64,46 @@ class Weights:
         self._writer.add_tensor(name, values.astype(np.float32))
 
 
-def write(path: Path, matrices: Q, context_tokens: int = 262_144) -> None:
+class Sizes(Weights):
+    """Bytes of the tensors, which are not made. on_device: those that lie on a GPU."""
+
+    def __init__(self, matrices: Q) -> None:
+        self._matrices = matrices
+        self._rng = np.random.default_rng(7)
+        self.all = self.on_device = 0
+
+    def matrix(
+        self, name: str, n_out: int, n_in: int, kind: Q | None = None, *, scale: float | None = None
+    ) -> None:
+        group, group_bytes = gguf.GGML_QUANT_SIZES[kind or self._matrices]
+        self._add(name, n_out * n_in // group * group_bytes)
+
+    def _put(self, name: str, values: NDArray[np.floating]) -> None:
+        self._add(name, 4 * values.size)
+
+    def _add(self, name: str, n_bytes: int) -> None:
+        self.all += n_bytes
+        # llama.cpp leaves embeddings on the CPU
+        self.on_device += n_bytes * (name != "token_embd.weight")
+
+
+def sizes(matrices: Q, n_layers: int = N_LAYERS) -> Sizes:
+    counted = Sizes(matrices)
+    _tensors(counted, n_layers)
+    return counted
+
+
+def write(path: Path, matrices: Q, context_tokens: int = 262_144, n_layers: int = N_LAYERS) -> None:
     """Write the model.
 
-    64 layers and one MTP block, `matrices` for all but embeddings (Q4_0) and output (Q6_K).
+    64 layers or fewer, and one MTP block; `matrices` for all but embeddings (Q4_0) and output
+    (Q6_K).
     """
     writer = gguf.GGUFWriter(str(path), "qwen35")
     writer.add_name("random-27b-shape")
     writer.add_context_length(context_tokens)
     writer.add_embedding_length(N_EMBD)
-    writer.add_block_count(N_LAYERS + 1)
+    writer.add_block_count(n_layers + 1)
     writer.add_feed_forward_length(N_FF)
     writer.add_head_count(N_HEADS)
     writer.add_head_count_kv(N_KV_HEADS)
@@ -93,21 +123,24 @@ def write(path: Path, matrices: Q, context_tokens: int = 262_144) -> None:
     writer.add_vocab_size(N_VOCAB)
     _vocabulary(writer)
 
-    weights = Weights(writer, matrices)
-    weights.matrix("token_embd.weight", N_VOCAB, N_EMBD, Q.Q4_0, scale=0.5)
-    weights.ones("output_norm.weight", N_EMBD)
-    weights.matrix("output.weight", N_VOCAB, N_EMBD, Q.Q6_K)
-    for layer in range(N_LAYERS + 1):
-        _layer(
-            weights,
-            f"blk.{layer}.",
-            is_mtp=layer == N_LAYERS,
-            attends=(layer + 1) % ATTENTION_INTERVAL == 0,
-        )
+    _tensors(Weights(writer, matrices), n_layers)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _tensors(weights: Weights, n_layers: int) -> None:
+    weights.matrix("token_embd.weight", N_VOCAB, N_EMBD, Q.Q4_0, scale=0.5)
+    weights.ones("output_norm.weight", N_EMBD)
+    weights.matrix("output.weight", N_VOCAB, N_EMBD, Q.Q6_K)
+    for layer in range(n_layers + 1):
+        _layer(
+            weights,
+            f"blk.{layer}.",
+            is_mtp=layer == n_layers,
+            attends=(layer + 1) % ATTENTION_INTERVAL == 0,
+        )
 
 
 def _vocabulary(writer: gguf.GGUFWriter) -> None:
@@ -171,5 +204,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("path", type=Path)
     parser.add_argument("--weights", default="IQ4_XS", choices=["IQ4_XS", "IQ3_S", "Q4_0"])
+    parser.add_argument("--layers", type=int, default=N_LAYERS, help="a multiple of 4")
     arguments = parser.parse_args()
-    write(arguments.path, Q[arguments.weights])
+    write(arguments.path, Q[arguments.weights], n_layers=arguments.layers)

@@ -1,0 +1,192 @@
+"""bench/gpu and bench/micro on tiny models: they run, and write what a report reads."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import card
+import drafts
+import experiments
+import pytest
+import run
+import scoring
+import shape27b
+import typer
+from gguf import GGMLQuantizationType as Q
+from typer.core import TyperGroup
+
+from kvmem.bench.record import read_jsonl, write_jsonl
+from kvmem.bench.saved import load_runs
+from kvmem.bench.speed import SpeedSpec
+from kvmem.cli.bench import bench
+from kvmem.engine import decode
+from kvmem.engine.engine import Engine
+from kvmem.llama.model import Model
+
+GIB = 1 << 30
+
+
+def call(
+    main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *arguments: object
+) -> dict[str, Any]:
+    """The environment that a script wrote, with its rows by what they measured."""
+    path = Path(str(arguments[-1]))
+    monkeypatch.setattr(sys, "argv", ["script", *map(str, arguments)])
+    main()
+    (saved,) = load_runs(path.parent)
+    assert saved.n_others == 0
+    return {**saved.environment, "rows": saved.experiments}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_drafts(
+    alone: bool, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "_Reply", decode._Reply)  # noqa: SLF001, the script puts its own there
+    monkeypatch.setattr(drafts, "BATCH_TOKENS", 128)
+    monkeypatch.setattr(drafts, "UBATCH_TOKENS", 64)
+    sizes = ["--tokens", 512, "--budget", 256, "--reserve", 64, "--block", 32, "--reply", 9]
+    sizes += ["--repeats", 0] if alone else ["--repeats", 1]
+    path = tiny("qwen35_mtp")
+    found = call(
+        drafts.main,
+        monkeypatch,
+        *(
+            path,
+            "-ngl",
+            0,
+            "-t",
+            1,
+            *sizes,
+            *["--alone"] * alone,
+            "--out",
+            tmp_path / "drafts.jsonl",
+        ),
+    )
+    assert found["settings"]["tokens"] == 512
+    count: dict[str, int] = {}
+    for row in found["rows"]:
+        count[row["what"]] = count.get(row["what"], 0) + 1
+    assert count == {
+        "memory": 3,
+        "save a state": 3,
+        "restore a state": 3,
+        "cancel while 128 tokens are read at a time": 3,
+        **({} if alone else {"reply": 1 + 4 + 4}),
+    }
+    for row in found["rows"]:
+        if row["what"].startswith("cancel"):
+            assert row["n"] == 10
+            assert 0 < row["ms"] <= row["slowest ms"] < 2000
+
+
+def test_drafts_have_the_graphs_of_the_other_measurements(tiny: Callable[..., Path]) -> None:
+    arguments = argparse.Namespace(
+        model=tiny("qwen35_mtp"),
+        n_gpu_layers=0,
+        threads=1,
+        tokens=4096,
+        budget=4096,
+        reserve=64,
+        block=32,
+    )
+    with Engine(drafts.configure(arguments, None)) as engine:
+        assert (engine.memory.context.n_batch, engine.memory.context.n_ubatch) == (2048, 512)
+
+
+def test_experiments(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("far_tokens", "threads"):  # the script sets them
+        monkeypatch.setattr(experiments.Settings, name, getattr(experiments.Settings, name))
+
+    def small(model: Model) -> Iterator[dict[str, Any]]:
+        with experiments.pool(model, budget=80, reserve=4) as p:
+            p.far(window=8)
+            yield {"what": "steps", "tokens": p.ws.n_tokens, "t/s": experiments.steps_per_s(p)[0]}
+
+    monkeypatch.setitem(experiments.EXPERIMENTS, "small", small)
+    path = tmp_path / "experiments.jsonl"
+    found = call(
+        experiments.main,
+        monkeypatch,
+        *(tiny_llama, "small", "--far", 4096, "-t", 1, "--out", path),
+    )
+    assert (found["bench"], found["model"]) == ("experiments", tiny_llama.name)
+    assert found["settings"]["far"] == 4096
+    (row,) = found["rows"]
+    assert row["tokens"] == 4096
+    assert row["t/s"] > 0
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "f16"])
+def test_scoring(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ["--tokens", 1024, "--rows", 2, "--runs", 1, "--threads", 1]
+    path = tmp_path / "scoring.jsonl"
+    found = call(scoring.main, monkeypatch, "--kv", kind, *sizes, "--out", path)
+    rows = found["rows"]
+    assert [row["what"].split()[0] for row in rows] == 3 * ["summaries", "score"] + 2 * ["lexical"]
+    assert all(row["ms"] > 0 for row in rows if row["what"].startswith("score"))
+
+
+@pytest.mark.parametrize("name", run.SIZES)
+def test_every_size_can_be_run_and_fits_its_card(name: str, tmp_path: Path) -> None:
+    size = run.SIZES[name]
+    spec = SpeedSpec(
+        model=tmp_path,
+        depths=size.depths,
+        pool_tokens=run.BUDGET + run.RESERVE,
+        reserve_tokens=run.RESERVE,
+        window_tokens=run.WINDOW,
+        block_tokens=128,
+        prefill_tokens=2048,
+        decode_tokens=48,
+    )
+    assert [spec.is_within(depth) for depth in size.depths] == [True] + [False] * (
+        len(size.depths) - 1
+    )
+    group = typer.main.get_command(bench)
+    assert isinstance(group, TyperGroup)
+    for command in run.commands(size, "model.gguf", tmp_path, "1").values():
+        if command[:3] == ["-m", "kvmem", "bench"]:
+            group.commands[command[3]].make_context(command[3], command[4:])
+    systems = 1 if size.alone else 3
+    weights = shape27b.sizes(Q.IQ4_XS, size.layers).on_device
+    kv = 34 * 1024 * size.layers // 64  # of a token, in q8_0
+    most = systems * (weights + GIB) + kv * (size.depths[-1] + (systems - 1) * spec.pool_tokens)
+    assert most < {"16g": 15 * GIB, "24g": 22 * GIB, "h200": 130 * GIB}[name]
+
+
+def test_the_shape_is_a_model_and_its_bytes_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {
+        "N_EMBD": 256, "N_FF": 512, "N_VOCAB": 512, "N_HEADS": 4, "N_KV_HEADS": 2, "HEAD_DIM": 64,
+        "SSM_KEY_HEADS": 2, "SSM_VALUE_HEADS": 4, "KEY_DIM": 256, "VALUE_DIM": 512,
+    }  # fmt: skip
+    for constant, value in small.items():
+        monkeypatch.setattr(shape27b, constant, value)
+    path = tmp_path / "shape.gguf"
+    shape27b.write(path, Q.IQ4_XS, n_layers=4)
+    sizes = shape27b.sizes(Q.IQ4_XS, 4)
+    with Model(path, load_mtp=True) as model:
+        assert model.size_bytes == sizes.all
+        assert model.is_hybrid
+    assert sizes.all - sizes.on_device == 512 * 256 // 32 * 18  # the embeddings, in Q4_0
+
+
+def test_another_card_has_its_own_weights_and_pool(tmp_path: Path) -> None:
+    path = tmp_path / "tools.jsonl"
+    settings = {"budget_tokens": 36_864, "reserve_tokens": 16_384}
+    lines = [
+        {"system": "kvmem", "gpu_used_bytes": used, "device_bytes": 1768 << 20}
+        for used in (16_600 << 20, 16_609 << 20, 16_605 << 20)
+    ]
+    write_jsonl(path, [{"record": "environment", "settings": settings}, *lines])
+    assert len(read_jsonl(path)) == 4
+    rows = {(r["weights"], r["budget"]): r["MiB"] for r in card.rows({"no": card.load(path)})}
+    assert rows["IQ4_XS", 36_864] == 16_609
+    # two thirds of the cells are 1088 MiB of 1768
+    assert rows["IQ4_XS", 24_576] == 16_609 - 1768 + 1768 * 32_768 // 53_248
+    smaller = (shape27b.sizes(Q.IQ4_XS).all - shape27b.sizes(Q.IQ3_S).all) / (1 << 20)
+    assert rows["IQ3_S", 36_864] == pytest.approx(16_609 - smaller, abs=1)
