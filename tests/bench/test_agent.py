@@ -16,9 +16,10 @@ from rich.console import Console
 
 from kvmem.bench.agent import AgentRecord, AgentSpec, run_agent, summarise_agent
 from kvmem.bench.client import run_remote
-from kvmem.bench.record import environment, write_jsonl
+from kvmem.bench.record import environment, read_jsonl, write_jsonl
 from kvmem.bench.report import round_table
 from kvmem.bench.saved import load_runs
+from kvmem.bench.turns import TurnRecord
 from kvmem.cli.app import execute
 from kvmem.errors import ConfigError, EngineError
 
@@ -36,7 +37,16 @@ def test_a_tool_task_only_grows(system: str, tiny_llama: Path) -> None:
         # the last token of a reply was sampled, and never decoded
         assert after.cached_tokens == before.prompt_tokens + 7
     assert all(r.prompt_s > 0 and r.decode_s > 0 and r.reply_tokens == 8 for r in records)
-    assert all((r.rss_bytes or 0) > 0 for r in records)
+    assert all(0 < (r.rss_bytes or 0) <= (r.rss_peak_bytes or 0) for r in records)
+    for r in records:
+        stored = (r.cached_tokens + r.read_tokens + 7) // 32 - r.cached_tokens // 32
+        assert (r.bytes_stored or 0) > 0 if system == "kvmem" and stored else r.bytes_stored == 0
+        for moved, rate, share in (
+            (r.bytes_in, r.to_device_per_s, r.of_ceiling),
+            (r.bytes_stored, r.to_host_per_s, r.to_host_of_ceiling),
+        ):
+            assert (rate is None) == (share is None) == (not moved)
+            assert rate is None or (rate > 0 and 0 < (share or 0) < 2)
     decisions = {r.decision for r in records[1:]}
     assert decisions == {"off"} if system == "stock" else "cached_query" in decisions
 
@@ -102,6 +112,10 @@ def test_rates_and_shares_by_hand() -> None:
     assert (summary.decode_per_s, summary.decode_last_per_s) == (5.0, 10.0)
     assert summary.replay_share == 75 / 375
     assert (summary.peak_rss_bytes, summary.peak_gpu_bytes) == (5, 9)
+    assert summary.peak_gpu_used_bytes is None  # as in old records
+    peaks = [record(0, rss_peak_bytes=8, gpu_used_bytes=20), record(1, gpu_used_bytes=19)]
+    (peak,) = summarise_agent(peaks)
+    assert (peak.peak_rss_bytes, peak.peak_gpu_used_bytes) == (8, 20)
     assert (summary.n_tokens, summary.rounds, summary.accepted_share) == (311, 3, None)
     assert math.isnan(summarise_agent([record(0, reply_tokens=1, decode_s=0.0)])[0].decode_per_s)
     drafted = [record(0, drafted_tokens=8, accepted_tokens=6)]
@@ -222,11 +236,20 @@ def test_from_the_command_line_to_a_report(
     assert execute([*command, *sizes, "-o", str(target)]) == 0
     table = capsys.readouterr().out
     assert "stock" in table
+    assert "blocks that moved" in table
+    where = read_jsonl(target)[0]["settings"]
+    assert (where["task"], where["system"]) == (["tools"], ["kvmem", "stock"])
     write_jsonl(tmp_path / "other.jsonl", [environment(tiny_llama, {}), {"what": "else"}])
+    drafts = {"record": "drafts", "what": "save a state", "ms": 15.3, "n": 9}  # an old line
+    turn = {name: 1 for name in TurnRecord.__dataclass_fields__} | {"away": None, "kind": "code"}
+    write_jsonl(tmp_path / "turns.jsonl", [{"record": "TurnRecord", **turn}])
+    write_jsonl(tmp_path / "old.jsonl", [drafts])
     experiment = {"experiment": "transfers", "what": "seal 1 block", "GB/s": 38.4, "n": 9}
     write_jsonl(tmp_path / "gpu.jsonl", [experiment])  # without a first line about the machine
     runs = load_runs(tmp_path)
-    assert [(len(run.agents), run.n_others) for run in runs] == [(8, 0), (0, 0), (0, 1)]
+    assert [(len(run.agents), run.n_others) for run in runs] == [
+        *((8, 0), (0, 0), (0, 0), (0, 1), (0, 0))
+    ]
     assert runs[0].environment["bench"] == "agent"
     assert execute(["bench", "report", str(tmp_path)]) == 0
     said = capsys.readouterr().out

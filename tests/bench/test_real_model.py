@@ -118,6 +118,25 @@ def test_reading_and_writing_behind_a_long_history(budget: int, demo_model: Path
 
 
 @pytest.mark.usefixtures("cpu_time")
+def test_a_store_that_nothing_left_for_costs_next_to_nothing(demo_model: Path) -> None:
+    """The history within the pool: storing and summaries beside plain llama.cpp's reading."""
+    spec = SpeedSpec(
+        model=demo_model,
+        depths=(512,),
+        pool_tokens=1024,
+        prefill_tokens=256,
+        decode_tokens=4,
+        repeats=5,
+        n_threads=1,
+    )
+    speeds = [record for record in run_speed(spec) if isinstance(record, SpeedRecord)]
+    stored = [r.bytes_out for r in speeds if (r.system, r.phase) == ("kvmem", "prefill")]
+    assert len(stored) == 6 and min(stored) > 0
+    found = {(ratio.phase, ratio.against): ratio.value for ratio in ratios(speeds)}
+    assert found["prefill", "stock"] >= 0.97, found
+
+
+@pytest.mark.usefixtures("cpu_time")
 @pytest.mark.parametrize("budget", [SMALL, WHOLE], ids=["small budget", "control: nearly all"])
 def test_an_agents_task_beside_plain_llama_cpp(budget: int, demo_model: Path) -> None:
     """`kvmem bench agent` in small, both systems round by round: 1.55 and 1.33 were seen."""

@@ -8,6 +8,8 @@ import pytest
 
 from kvmem.bench.speed import SYSTEMS, RequestRecord, SpeedRecord, SpeedSpec, run_speed
 from kvmem.bench.speed_summary import Ratio, ratios, request_rows, speed_rows
+from kvmem.engine.memory import TieredMemory
+from kvmem.engine.room import make_reply_room
 from kvmem.errors import ConfigError
 
 
@@ -33,17 +35,21 @@ def test_every_system_is_measured_in_every_round(
     found = [(r.round, r.system, r.phase, r.n_tokens) for r in speeds]
     assert found == [
         (turn, system, phase, n)
-        for turn in (1, 2)
+        for turn in (0, 1, 2)
         for system in SYSTEMS
-        for phase, n in (("prefill", 128), ("decode", 8))
+        for phase, n in (("prefill", 128), ("decode", 8), ("reserve", 8))
+        if phase != "reserve" or system == "kvmem"
     ]
     assert all(r.seconds > 0 for r in speeds)
+    for r in speeds:
+        assert (r.bytes_out > 0) == (r.system == "kvmem" and r.phase == "prefill")
+        assert (r.to_host_per_s is None) == (r.of_ceiling is None) == (r.bytes_out == 0)
     requests = [r for r in records if isinstance(r, RequestRecord)]
-    assert [(r.round, r.system, r.kind) for r in requests] == [
-        (turn, system, "warm" if turn else "cold")
+    assert [(r.round, r.system, r.kind, r.in_a_row) for r in requests] == [
+        (turn, system, "warm" if turn else "cold", False)
         for turn in (0, 1, 2)
         for system in ("kvmem", "stock")
-    ]
+    ] + [(turn, system, "warm", True) for system in ("kvmem", "stock") for turn in (0, 1, 2)]
     for request in requests:
         assert request.read_tokens == 64 + 1024 * (request.kind == "cold")  # the prefix was held
         phases = request.phases
@@ -53,6 +59,83 @@ def test_every_system_is_measured_in_every_round(
         assert (request.to_device_per_s is None) == (request.bytes_in == 0)
         assert phases["other_s"] < 0.2 * request.first_token_s + 0.01  # no phase is forgotten
     assert steps[-1] == (9, 9)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen35"])
+@pytest.mark.parametrize("alone", [False, True], ids=["together", "one at a time"])
+def test_each_depth_is_read_on_to_from_the_one_before(
+    kind: str, alone: bool, tiny: Callable[..., Path]
+) -> None:
+    """The first lies within the budget: there is no window, and no reserve that fills."""
+    spec = SpeedSpec(
+        model=tiny(kind),
+        depths=(128, 512, 768),
+        pool_tokens=320,
+        prefill_tokens=64,
+        decode_tokens=8,
+        repeats=1,
+        n_threads=1,
+        alone=alone,
+    )
+    read: dict[str, list[int]] = {}
+
+    def report(what: str, done: int, total: int) -> None:
+        if what.endswith("reads"):
+            read.setdefault(what, []).append(total)
+
+    records = list(run_speed(spec, report=report))
+    # the window is a hybrid's that leaves room for 66 tokens, or all of its cells
+    window = 320 - 66 * (kind == "qwen35")
+    assert read == {
+        "kvmem reads": [128, 384, 256],
+        "stock reads": [128, 384, 256],
+        "window reads": [window],
+    }
+    speeds = [r for r in records if isinstance(r, SpeedRecord)]
+    measured = {(r.depth_tokens, r.system, r.phase) for r in speeds}
+    both = {(system, phase) for system in SYSTEMS for phase in ("prefill", "decode")}
+    within = {each for each in both if each[0] != "window"}
+    beyond = both | {("kvmem", "reserve")}
+    assert measured == {
+        (depth, *each)
+        for depth, wanted in ((128, within), (512, beyond), (768, beyond))
+        for each in wanted
+    }
+    found = {(ratio.depth_tokens, ratio.phase, ratio.against) for ratio in ratios(speeds)}
+    assert (128, "prefill", "stock") in found and (128, "prefill", "window") not in found
+    assert (768, "reserve", "stock") in found and (768, "reserve", "window") not in found
+    requests = [r for r in records if isinstance(r, RequestRecord)]
+    cold = [r for r in requests if r.kind == "cold"]
+    assert {(r.system, r.depth_tokens, r.read_tokens) for r in cold} == {
+        (system, depth, depth + 64) for system in SYSTEMS[:2] for depth in spec.depths
+    }
+    for r in requests:
+        assert r.kind == "cold" or r.read_tokens == 64  # no question read the history again
+
+
+def test_a_full_reserve_is_full(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All cells of the pool are in use at the end of the reply, and none has to leave for it."""
+    used: list[int] = []
+
+    def look(memory: TieredMemory, first_own: int) -> int:
+        used.append(memory.working_set.n_cells_used)
+        return make_reply_room(memory, first_own)
+
+    monkeypatch.setattr("kvmem.bench.speed.make_reply_room", look)
+    spec = SpeedSpec(
+        model=tiny_llama,
+        depths=(1024,),
+        pool_tokens=256,
+        prefill_tokens=64,
+        decode_tokens=32,
+        repeats=1,
+        n_threads=1,
+    )
+    list(run_speed(spec))
+    replies = [used[at : at + 32] for at in range(0, len(used), 32)]
+    decode, reserve = replies[:2]
+    assert decode == list(range(192, 192 + 32))
+    assert reserve == list(range(224, 224 + 32))
 
 
 def record(system: str, turn: int, seconds: float) -> SpeedRecord:
@@ -72,6 +155,8 @@ def test_medians_and_ratios_are_taken_within_rounds() -> None:
         for turn, times in enumerate([(1, 2, 1), (2, 8, 2), (3, 9, 6)], start=1)
         for system, seconds in zip(SYSTEMS, times, strict=True)
     ]
+    # the round that warms up is in no figure
+    records += [record(system, 0, 100 * i) for i, system in enumerate(SYSTEMS, start=1)]
     rows = {row.system: row for row in speed_rows(records)}
     assert rows["kvmem"].tokens_per_s == 6.0
     assert (rows["kvmem"].slowest, rows["kvmem"].fastest) == (4.0, 12.0)
@@ -88,6 +173,9 @@ def test_medians_and_ratios_are_taken_within_rounds() -> None:
         ({"repeats": 0}, "repeats"),
         ({"pool_tokens": 512}, "pool_tokens"),
         ({"depths": (512,)}, "depth"),
+        ({"depths": (8192, 7168)}, "depths"),
+        ({"depths": (7168, 7168)}, "depths"),
+        ({"depths": (64,)}, "depth"),
     ],
 )
 def test_wrong_settings_are_named(fields: dict[str, object], setting: str, tmp_path: Path) -> None:
@@ -108,5 +196,6 @@ def test_a_new_window_is_measured_against_the_plain_copy(tiny_llama: Path) -> No
         assert request.of_ceiling is not None
         assert 0 < request.of_ceiling < 2
     rows = {(row.system, row.kind): row for row in request_rows(requests)}
-    assert rows["kvmem", "warm"].n == 3
+    assert rows["kvmem", "warm"].n == 4  # in a row, the first among them
+    assert {row.n for row in request_rows(requests) if not row.in_a_row} == {1, 3}
     assert rows["stock", "warm"].of_ceiling is None

@@ -11,6 +11,7 @@ speaks OpenAI's chat completions (`kvmem.bench.client`).
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -20,6 +21,7 @@ from kvmem.bench.speed import OPENING_TOKENS, make_text
 from kvmem.config import DraftConfig, EngineConfig, KvType, MemoryConfig, ModelConfig
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Done, PromptProgress, TokenEvent
+from kvmem.engine.memory import TieredMemory
 from kvmem.engine.prompt import Prompt, RoleSpan, Span
 from kvmem.engine.sampling import GenerateParams, SamplingParams
 from kvmem.engine.stats import RequestStats
@@ -32,6 +34,7 @@ __all__ = [
     "AgentSpec",
     "AgentSummary",
     "AgentSystem",
+    "Report",
     "Task",
     "run_agent",
     "summarise_agent",
@@ -132,8 +135,13 @@ class AgentRecord:
     """One round. prompt_s: to the first token; decode_s: from there to the end.
 
     phases: seconds of each, as MemoryReport has them. Bytes are those at the end of the round, None
-    where a server does not tell; gpu_bytes: what was taken on all GPUs since before the model was
-    loaded.
+    where a server does not tell. rss_peak_bytes: the most that the process held since the task
+    began. gpu_used_bytes: the most in use on all GPUs during the round, by anyone, CUDA itself and
+    all else included; gpu_bytes: without what was in use before the model was loaded, by then
+    CUDA's own too.
+    bytes_stored: of the blocks that were copied to the host. The rates are over the seconds of
+    moving and of storing, of_ceiling and to_host_of_ceiling over the machine's plain copies; None
+    where nothing moved.
     """
 
     task: Task
@@ -154,6 +162,13 @@ class AgentRecord:
     host_bytes: int | None
     rss_bytes: int | None
     gpu_bytes: int | None
+    rss_peak_bytes: int | None = None
+    gpu_used_bytes: int | None = None
+    to_device_per_s: float | None = None
+    of_ceiling: float | None = None
+    bytes_stored: int | None = None
+    to_host_per_s: float | None = None
+    to_host_of_ceiling: float | None = None
 
     @property
     def read_tokens(self) -> int:
@@ -165,7 +180,8 @@ class AgentSummary:
     """Rates of a task. initial: the first round's, over an empty pool; overall: of all rounds.
 
     replay_share: tokens read a second time, over all that were read. accepted_share: drafts that
-    became reply tokens, over all drafts. None where it is not told.
+    became reply tokens, over all drafts. Peaks are of the bytes that AgentRecord has; None where it
+    is not told.
     """
 
     task: Task
@@ -180,6 +196,7 @@ class AgentSummary:
     accepted_share: float | None
     peak_rss_bytes: int | None
     peak_gpu_bytes: int | None
+    peak_gpu_used_bytes: int | None
 
     @property
     def overall_over_initial(self) -> float:
@@ -191,8 +208,12 @@ def run_agent(
 ) -> Iterator[AgentRecord]:
     """Play the task in this process."""
     before = gpu_used_bytes()
+    _forget_peak()
     with Engine(spec.engine) as engine:
         session = engine.session()
+        ceilings = (1.0, 1.0)
+        if isinstance(engine.memory, TieredMemory):
+            ceilings = engine.memory.port.copy_ceiling()
         text = make_text(engine, spec.n_tokens).tolist()
         history: list[int] = []
         question = Span(0, 0)
@@ -213,20 +234,43 @@ def run_agent(
                 result = Span(question.stop, len(history) - OPENING_TOKENS)
                 messages.append(RoleSpan("tool", result))
             prompt = Prompt(tokens=tuple(history), spans=tuple(messages), query_span=question)
+            n_sealed, used = _sealed_bytes(engine), gpu_used_bytes()
             for event in session.generate(prompt, params):
                 if isinstance(event, PromptProgress):
+                    used = max(used, gpu_used_bytes())
                     report("history", event.n_done, spec.n_tokens)
                 elif isinstance(event, TokenEvent):
                     history.append(event.token)
                 elif isinstance(event, Done):
                     stats = event.stats
             assert stats is not None
-            yield _record(spec, turn, stats, gpu_used_bytes() - before)
+            stored = max(0, _sealed_bytes(engine) - n_sealed)
+            at_end = gpu_used_bytes()
+            used = max(used, at_end)
+            yield _record(spec, turn, stats, at_end - before, used, stored, ceilings)
         report("history", spec.n_tokens, spec.n_tokens)
 
 
-def _record(spec: AgentSpec, turn: int, stats: RequestStats, gpu_bytes: int) -> AgentRecord:
-    memory = stats.memory
+def _sealed_bytes(engine: Engine) -> int:
+    """Of the blocks of the history that have a copy on the host."""
+    memory = engine.memory
+    if not isinstance(memory, TieredMemory):
+        return 0
+    return int(memory.working_set.n_sealed * memory.port.payload_bytes)
+
+
+def _record(
+    spec: AgentSpec,
+    turn: int,
+    stats: RequestStats,
+    gpu_bytes: int,
+    gpu_used: int,
+    bytes_stored: int,
+    ceilings: tuple[float, float],
+) -> AgentRecord:
+    memory, times = stats.memory, stats.memory.times
+    inward = memory.bytes_in / times.move_s if memory.bytes_in and times.move_s else None
+    outward = bytes_stored / times.store_s if bytes_stored and times.store_s else None
     return AgentRecord(
         task=spec.task,
         system=spec.system,
@@ -244,16 +288,30 @@ def _record(spec: AgentSpec, turn: int, stats: RequestStats, gpu_bytes: int) -> 
         accepted_tokens=stats.draft_n_accepted,
         device_bytes=memory.device_bytes,
         host_bytes=memory.host_bytes,
-        rss_bytes=_rss_bytes(),
+        rss_bytes=_status_bytes("VmRSS"),
         gpu_bytes=gpu_bytes,
+        rss_peak_bytes=_status_bytes("VmHWM"),
+        gpu_used_bytes=gpu_used,
+        to_device_per_s=inward,
+        of_ceiling=None if inward is None else inward / ceilings[0],
+        bytes_stored=bytes_stored,
+        to_host_per_s=outward,
+        to_host_of_ceiling=None if outward is None else outward / ceilings[1],
     )
 
 
-def _rss_bytes() -> int:
+def _status_bytes(name: str) -> int:
+    """VmRSS, what the process holds, or VmHWM, its peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise AssertionError("/proc/self/status has no VmRSS")
+    raise AssertionError(f"/proc/self/status has no {name}")
+
+
+def _forget_peak() -> None:
+    """Let VmHWM begin anew: another task of this process may have held more."""
+    with suppress(OSError):  # some sandboxes forbid it; then the peak is that of the process
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def summarise_agent(records: Sequence[AgentRecord]) -> list[AgentSummary]:
@@ -271,8 +329,10 @@ def _summary(records: Sequence[AgentRecord]) -> AgentSummary:
     # a server may end a reply at once, or send no text but at its end
     timed = [r for r in records if r.reply_tokens > 1 and r.decode_s > 0]
     rates = [(r.reply_tokens - 1) / r.decode_s for r in timed] or [math.nan]
-    rss = [r.rss_bytes for r in records if r.rss_bytes is not None]
+    # old records have no peak of the process
+    rss = [r.rss_peak_bytes or r.rss_bytes for r in records if r.rss_bytes is not None]
     gpu = [r.gpu_bytes for r in records if r.gpu_bytes is not None]
+    used = [r.gpu_used_bytes for r in records if r.gpu_used_bytes is not None]
     return AgentSummary(
         task=first.task,
         system=first.system,
@@ -284,6 +344,7 @@ def _summary(records: Sequence[AgentRecord]) -> AgentSummary:
         decode_last_per_s=rates[-1],
         replay_share=sum(replayed) / (n_read + sum(replayed)) if replayed else None,
         accepted_share=accepted / drafted if drafted else None,
-        peak_rss_bytes=max(rss, default=None),
+        peak_rss_bytes=max((n for n in rss if n is not None), default=None),
         peak_gpu_bytes=max(gpu, default=None),
+        peak_gpu_used_bytes=max(used, default=None),
     )

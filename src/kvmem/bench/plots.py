@@ -35,7 +35,7 @@ def plot_speed(
     speeds: Sequence[SpeedRecord], requests: Sequence[RequestRecord], path: Path, title: str = ""
 ) -> list[Path]:
     """Prefill, decode, time to the first token and memory, by depth: medians and spread."""
-    warm = [r for r in requests if r.kind == "warm"]
+    warm = [r for r in requests if r.kind == "warm" and not r.in_a_row]
     tiered = [r for r in warm if r.system == "kvmem"]
 
     def rates(phase: str) -> Mapping[str, Points]:
@@ -44,7 +44,7 @@ def plot_speed(
                 [
                     (r.depth_tokens, r.tokens_per_s)
                     for r in speeds
-                    if (r.system, r.phase) == (system, phase)
+                    if (r.system, r.phase) == (system, phase) and r.round
                 ]
             )
             for system in SYSTEMS

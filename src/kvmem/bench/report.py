@@ -1,6 +1,7 @@
 """Tables of results for a terminal or a file."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "difference_table",
     "experiment_table",
     "gate_table",
+    "move_table",
     "part_table",
     "phase_table",
     "recall_table",
@@ -165,14 +167,16 @@ def gate_table(gates: Sequence[Gate]) -> Table:
 def speed_table(rows: Sequence[SpeedRow], ratios: Sequence[Ratio]) -> Table:
     """One line for each system, phase and depth; kvmem's rate over the others' beside them."""
     over = {(ratio.depth_tokens, ratio.phase, ratio.against): ratio.value for ratio in ratios}
-    title = "reading and writing behind the history: medians"
+    title = "reading and writing behind the history: medians; reserve: writing, all cells in use"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in ("phase", "history", "system", "n"):
         table.add_column(heading, justify="right" if heading in ("history", "n") else "left")
-    for heading in ("tokens/s", "slowest .. fastest", "kvmem is"):
+    headings = ("tokens/s", "slowest .. fastest", "kvmem is", "stored, GB/s", "of plain copy")
+    for heading in headings:
         table.add_column(heading, justify="right")
     for row in rows:
-        ratio = over.get((row.depth_tokens, row.phase, row.system))
+        is_own = row.phase == "reserve"  # stock has no row of this name
+        ratio = over.get((row.depth_tokens, row.phase, "stock" if is_own else row.system))
         table.add_row(
             row.phase,
             str(row.depth_tokens),
@@ -180,7 +184,9 @@ def speed_table(rows: Sequence[SpeedRow], ratios: Sequence[Ratio]) -> Table:
             str(row.n),
             number(row.tokens_per_s, 1),
             f"{row.slowest:.1f} .. {row.fastest:.1f}",
-            "" if ratio is None else f"{ratio:.2f}x",
+            "" if ratio is None else f"{ratio:.2f}x" + " of stock's decode" * is_own,
+            "" if row.to_host_per_s is None else number(row.to_host_per_s / 1e9, 2),
+            "" if row.of_ceiling is None else number(row.of_ceiling),
         )
     return table
 
@@ -191,17 +197,19 @@ def request_table(rows: Sequence[RequestRow]) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in ("request", "system", "decision"):
         table.add_column(heading)
-    headings = ("history", "n", "first token", "beside reading")
+    headings = ("history", "n", "first token", "fastest .. slowest", "beside reading")
     for heading in (*headings, "MB in", "GB/s", "of plain copy"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
-            row.kind,
+            row.kind + ", in a row" * row.in_a_row,
             row.system,
             row.decision,
             str(row.depth_tokens),
             str(row.n),
-            *(number(1e3 * seconds, 1) for seconds in (row.first_token_s, row.overhead_s)),
+            number(1e3 * row.first_token_s, 1),
+            f"{1e3 * row.fastest_s:.1f} .. {1e3 * row.slowest_s:.1f}",
+            number(1e3 * row.overhead_s, 1),
             number(row.bytes_in / 1e6, 1),
             "-" if row.to_device_per_s is None else number(row.to_device_per_s / 1e9, 2),
             "-" if row.of_ceiling is None else number(row.of_ceiling),
@@ -215,7 +223,8 @@ def phase_table(rows: Sequence[RequestRow]) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("phase")
     for row in rows:
-        table.add_column(f"{row.kind}, {row.system}, {row.depth_tokens}", justify="right")
+        kind = f"{row.kind}, in a row" if row.in_a_row else row.kind
+        table.add_column(f"{kind}, {row.depth_tokens}", justify="right")
     for name, what in PHASES.items():
         seconds = [row.phases.get(name, 0.0) for row in rows]
         if name == "other_s" or any(seconds):
@@ -243,6 +252,32 @@ def remote_table(rows: Sequence[RemoteRow]) -> Table:
             *("-" if rate is None else number(rate, 1) for rate in own),
         )
     return table
+
+
+def move_table(records: Sequence[AgentRecord]) -> Table:
+    """What a task moved, and how fast beside the machine's plain copy: medians of its rounds."""
+    title = "blocks that moved: in a round at the median"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("task")
+    for heading in ("MB in", "GB/s", "of plain copy", "MB stored", "GB/s", "of plain copy"):
+        table.add_column(heading, justify="right")
+    for task in dict.fromkeys(record.task for record in records):
+        group = [record for record in records if record.task == task]
+        cells = [
+            _median_of([r.bytes_in for r in group], 1e6),
+            _median_of([r.to_device_per_s for r in group], 1e9),
+            _median_of([r.of_ceiling for r in group], 1),
+            _median_of([r.bytes_stored for r in group], 1e6),
+            _median_of([r.to_host_per_s for r in group], 1e9),
+            _median_of([r.to_host_of_ceiling for r in group], 1),
+        ]
+        table.add_row(task, *cells)
+    return table
+
+
+def _median_of(values: Sequence[float | None], unit: float) -> str:
+    known = [value / unit for value in values if value is not None]
+    return number(statistics.median(known)) if known else "-"
 
 
 def round_table(records: Sequence[AgentRecord]) -> Table:
@@ -276,10 +311,11 @@ def agent_table(summaries: Sequence[AgentSummary]) -> Table:
     table.add_column("task")
     table.add_column("system")
     headings = ("rounds", "tokens", "prefill first", "prefill all", "all/first", "decode")
-    for heading in (*headings, "decode last", "read twice", "accepted", "RAM GiB", "GPU GiB"):
+    memory = ("RAM GiB", "GPU GiB", "all of the GPU")
+    for heading in (*headings, "decode last", "read twice", "accepted", *memory):
         table.add_column(heading, justify="right")
     for row in summaries:
-        peaks = (row.peak_rss_bytes, row.peak_gpu_bytes)
+        peaks = (row.peak_rss_bytes, row.peak_gpu_bytes, row.peak_gpu_used_bytes)
         table.add_row(
             row.task,
             row.system,

@@ -10,18 +10,20 @@ from kvmem.bench.quality import Record
 from kvmem.bench.record import read_jsonl
 from kvmem.bench.remote_speed import RemoteRecord
 from kvmem.bench.speed import RequestRecord, SpeedRecord
+from kvmem.bench.turns import TurnRecord
 from kvmem.errors import ConfigError
 
 __all__ = ["SavedRun", "load_recall", "load_runs"]
 
-R = TypeVar("R", SpeedRecord, RequestRecord, RemoteRecord, AgentRecord)
+R = TypeVar("R", SpeedRecord, RequestRecord, RemoteRecord, AgentRecord, TurnRecord)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun:
     """One file: where and with what it was run, and its records by type.
 
-    recalls: with the names of their cells. experiments: lines of bench/gpu as they are.
+    recalls: with the names of their cells. experiments: lines of bench/gpu and bench/micro as they
+    are.
     """
 
     path: Path
@@ -31,6 +33,7 @@ class SavedRun:
     remotes: tuple[RemoteRecord, ...]
     agents: tuple[AgentRecord, ...]
     recalls: tuple[tuple[str, Record], ...]
+    turns: tuple[TurnRecord, ...]
     experiments: tuple[dict[str, Any], ...]
     n_others: int
 
@@ -81,8 +84,9 @@ def _load(path: Path) -> SavedRun:
         speeds, requests = _of(SpeedRecord, lines), _of(RequestRecord, lines)
         remotes, agents = _of(RemoteRecord, lines), _of(AgentRecord, lines)
         recalls = tuple(_recall(line) for line in lines if {"policy", "kl_nats"} <= line.keys())
-        experiments = tuple(line for line in lines if "experiment" in line)
-        known = (speeds, requests, remotes, agents, recalls, experiments)
+        turns = _of(TurnRecord, lines)
+        experiments = tuple(_experiment(line) for line in lines if _is_experiment(line))
+        known = (speeds, requests, remotes, agents, recalls, turns, experiments)
         return SavedRun(
             path=path,
             environment=environment,
@@ -91,6 +95,7 @@ def _load(path: Path) -> SavedRun:
             remotes=remotes,
             agents=agents,
             recalls=recalls,
+            turns=turns,
             experiments=experiments,
             n_others=len(lines) - sum(map(len, known)),
         )
@@ -100,9 +105,28 @@ def _load(path: Path) -> SavedRun:
         )
 
 
+def _is_experiment(line: dict[str, Any]) -> bool:
+    return "experiment" in line or line.get("record") == "drafts"
+
+
+def _experiment(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of bench/gpu/drafts.py has once been a record of its own."""
+    if "experiment" in line:
+        return line
+    return {"experiment": "drafts", **{key: line[key] for key in line if key != "record"}}
+
+
 def _of(kind: type[R], lines: Sequence[dict[str, Any]]) -> tuple[R, ...]:
+    # what was not a number is null in JSON
+    unknown: Any = float("nan") if kind is TurnRecord else None
     return tuple(
-        kind(**{name: value for name, value in line.items() if name != "record"})
+        kind(
+            **{
+                name: unknown if value is None else value
+                for name, value in line.items()
+                if name != "record"
+            }
+        )
         for line in lines
         if line.get("record") == kind.__name__
     )

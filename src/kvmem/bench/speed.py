@@ -7,13 +7,18 @@ that whatever else the machine does falls on all of them:
     stock     the full cache of plain llama.cpp at that depth
     window    plain llama.cpp with only `window_tokens` cells, full: what a bounded cache can reach
 
+With several depths each reads on from one to the next. A depth that the budget holds as a whole is
+measured without a window, which would be stock's cache.
+
 A request behind the history, one that nothing is known of (cold) and then one question a round
 (warm), shows what retrieval costs: seconds by phase, bytes, and their rate against the machine's
-own plain copy.
+own plain copy. Behind the rounds each system answers as many questions in a row, while the others
+rest, as a server with one system does.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Final, Literal, Protocol
@@ -52,7 +57,8 @@ __all__ = [
 I32 = NDArray[np.int32]
 Report = Callable[[str, int, int], None]
 System = Literal["kvmem", "stock", "window"]
-Phase = Literal["prefill", "decode"]
+Phase = Literal["prefill", "decode", "reserve"]
+"""reserve: decode, with all of kvmem's cells in use; kvmem's alone."""
 
 SYSTEMS: Final[tuple[System, ...]] = ("kvmem", "stock", "window")
 REQUEST_PHASES: Final = (
@@ -76,11 +82,14 @@ OPENING_TOKENS: Final = 8
 class SpeedSpec:
     """What is measured.
 
-    depths: tokens in the history. pool_tokens: cells of kvmem's pool, budget and reserve together;
-    reserve_tokens: None for a quarter of it. window_tokens: None for as many as the pool has.
-    prefill_tokens, decode_tokens: what one measurement reads or writes.
+    depths: tokens in the history, ascending: more than the pool, or so few that the budget holds
+    them and what is measured behind them. pool_tokens: cells of kvmem's pool, budget and reserve
+    together; reserve_tokens: None for a quarter of it. window_tokens: None for as many as the pool
+    has. prefill_tokens, decode_tokens: what one measurement reads or writes.
     batch_tokens, ubatch_tokens: of all three systems.
-    repeats: measured rounds; one more is run before them and thrown away.
+    repeats: measured rounds; round 0 comes before them and warms up.
+    alone: one system is loaded at a time, where they do not fit together; rounds are then not side
+    by side.
     """
 
     model: Path
@@ -97,6 +106,7 @@ class SpeedSpec:
     kv_type: KvType = "q8_0"
     n_threads: int | None = None
     n_gpu_layers: int = 0
+    alone: bool = False
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -104,9 +114,15 @@ class SpeedSpec:
         needed = self.prefill_tokens + self.decode_tokens + self.block_tokens
         if self.pool_tokens < needed:
             raise ConfigError("pool_tokens", self.pool_tokens, f"at least {needed}")
+        if list(self.depths) != sorted(set(self.depths)):
+            raise ConfigError("depths", self.depths, "ascending, each once")
+        most = self.pool_tokens - self.reserve - self.most_tokens
         for depth in self.depths:
-            if depth < self.pool_tokens:
-                raise ConfigError("depth", depth, f"at least pool_tokens={self.pool_tokens}")
+            if depth < self.pool_tokens and not self.is_within(depth):
+                rule = f"at least pool_tokens={self.pool_tokens}, or at most {most}: within it"
+                raise ConfigError("depth", depth, rule)
+            if depth <= QUESTION_TOKENS:
+                raise ConfigError("depth", depth, f"over {QUESTION_TOKENS}")
 
     @property
     def reserve(self) -> int:
@@ -119,8 +135,16 @@ class SpeedSpec:
         """Tokens behind the history at any time."""
         return max(self.prefill_tokens, self.decode_tokens, QUESTION_TOKENS + 2)
 
-    def engine(self, system: System, depth: int) -> EngineConfig:
-        cells = depth + self.most_tokens
+    def is_within(self, depth: int) -> bool:
+        """Whether the budget holds such a history, and what is measured behind it."""
+        n_blocks = -(-(depth + self.most_tokens) // self.block_tokens)
+        return n_blocks <= (self.pool_tokens - self.reserve) // self.block_tokens
+
+    def systems(self, depth: int) -> tuple[System, ...]:
+        return SYSTEMS[:2] if self.is_within(depth) else SYSTEMS
+
+    def engine(self, system: System) -> EngineConfig:
+        cells = max(self.depths) + self.most_tokens
         if system == "window":
             cells = self.window_tokens or self.pool_tokens
         tiered = system == "kvmem"
@@ -144,7 +168,12 @@ class SpeedSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedRecord:
-    """One measurement."""
+    """One measurement; of round 0 nothing is summarised.
+
+    bytes_out: of the blocks that were stored on the way. to_host_per_s: over the seconds that
+    storing took; of_ceiling: over the machine's plain copy to the host. None where none was, and
+    in old records.
+    """
 
     system: System
     phase: Phase
@@ -152,6 +181,9 @@ class SpeedRecord:
     round: int
     n_tokens: int
     seconds: float
+    bytes_out: int = 0
+    to_host_per_s: float | None = None
+    of_ceiling: float | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -162,7 +194,9 @@ class SpeedRecord:
 class RequestRecord:
     """One request behind the history, up to its first token.
 
-    kind: "cold" reads the history too, "warm" a question of QUESTION_TOKENS alone.
+    kind: "cold" reads the history too, "warm" a question of QUESTION_TOKENS alone. in_a_row: behind
+    the rounds, with no other system in between; these are counted from 0, and the first belongs to
+    them.
     first_token_s: all of it. The phases are those of PhaseTimes, and add up to it; old records lack
     some, whose seconds are in `other_s`. to_device_per_s: of the moved bytes, of_ceiling: over the
     machine's plain copy; both None where nothing moved.
@@ -192,6 +226,7 @@ class RequestRecord:
     switch_s: float = 0.0
     store_s: float = 0.0
     checkpoint_s: float = 0.0
+    in_a_row: bool = False
 
     @property
     def phases(self) -> dict[str, float]:
@@ -200,79 +235,140 @@ class RequestRecord:
         return {**counted, "other_s": self.first_token_s - sum(counted.values())}
 
 
+@dataclass(slots=True, kw_only=True)
+class _Measured:
+    """Seconds of one measurement, and of them those that storing took."""
+
+    seconds: float
+    bytes_out: int = 0
+    store_s: float = 0.0
+
+
 class _Runner(Protocol):
     read_s: float
 
-    def prefill(self, tokens: I32) -> float: ...
+    def advance(self, history: I32) -> None: ...
 
-    def decode(self, tokens: I32) -> float: ...
+    def measure(self, phase: Phase, tokens: I32) -> _Measured: ...
 
     def ask(self, tokens: I32) -> RequestStats: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Loaded:
+    """Systems that are in memory at the same time. ceilings: kvmem's, to the device and back."""
+
+    spec: SpeedSpec
+    report: Report
+    text: I32
+    runners: dict[System, _Runner] = field(default_factory=dict)
+    ceilings: tuple[float, float] = (1.0, 1.0)
+
+    def rounds(self, depth: int) -> Iterator[SpeedRecord | RequestRecord]:
+        """All of one depth, round by round, and then question by question."""
+        spec = self.spec
+        history, more = self.text[:depth], self.text[depth:]
+        names = [name for name in spec.systems(depth) if name in self.runners]
+        for name in names:
+            self.runners[name].advance(history)
+        questions = np.random.default_rng(depth).permutation(depth - QUESTION_TOKENS)
+        steps = [(turn, name) for turn in range(spec.repeats + 1) for name in names]
+        what = f"rounds at {depth}"
+        for step, (turn, name) in enumerate(steps):
+            self.report(what, step, len(steps))
+            phases: list[tuple[Phase, int]] = [
+                ("prefill", spec.prefill_tokens),
+                ("decode", spec.decode_tokens),
+            ]
+            if name == "kvmem" and not spec.is_within(depth):
+                phases.append(("reserve", spec.decode_tokens))
+            for phase, n in phases:
+                measured = self.runners[name].measure(phase, more[:n])
+                yield self._record(name, phase, depth, turn, n, measured)
+            if name != "window":  # it does not hold the history that the question is about
+                yield self._ask(name, depth, turn, questions)
+        for name in names:
+            if name != "window":
+                for turn in range(spec.repeats + 1):
+                    yield self._ask(name, depth, turn, questions[::-1], in_a_row=True)
+        self.report(what, len(steps), len(steps))
+
+    def _record(
+        self, name: System, phase: Phase, depth: int, turn: int, n: int, measured: _Measured
+    ) -> SpeedRecord:
+        rate = measured.bytes_out / measured.store_s if measured.bytes_out else None
+        return SpeedRecord(
+            system=name,
+            phase=phase,
+            depth_tokens=depth,
+            round=turn,
+            n_tokens=n,
+            seconds=measured.seconds,
+            bytes_out=measured.bytes_out,
+            to_host_per_s=rate,
+            of_ceiling=None if rate is None else rate / self.ceilings[1],
+        )
+
+    def _ask(
+        self,
+        name: System,
+        depth: int,
+        turn: int,
+        questions: NDArray[np.int64],
+        *,
+        in_a_row: bool = False,
+    ) -> RequestRecord:
+        at = int(questions[turn % len(questions)])
+        runner = self.runners[name]
+        stats = runner.ask(self.text[at : at + QUESTION_TOKENS])
+        read_s = runner.read_s if turn == 0 and not in_a_row else None
+        return _request_record(name, depth, turn, read_s, stats, self.ceilings[0], in_a_row)
 
 
 def run_speed(
     spec: SpeedSpec, *, report: Report = lambda what, done, total: None
 ) -> Iterator[SpeedRecord | RequestRecord]:
-    """All measurements of all depths, round by round; the warm-up round is left out."""
-    for depth in spec.depths:
-        yield from _run_depth(spec, depth, report)
-
-
-def _run_depth(
-    spec: SpeedSpec, depth: int, report: Report
-) -> Iterator[SpeedRecord | RequestRecord]:
-    with (
-        Engine(spec.engine("kvmem", depth)) as tiered,
-        Engine(spec.engine("stock", depth)) as stock,
-        Engine(spec.engine("window", depth)) as window,
-    ):
-        text = make_text(tiered, depth + spec.most_tokens)
-        history, more = text[:depth], text[depth:]
-        questions = np.random.default_rng(depth).permutation(depth - QUESTION_TOKENS)
-        runners: dict[System, _Runner] = {
-            "kvmem": _Tiered(tiered, history, report),
-            "stock": _Plain(stock, history, "stock", report, spec.most_tokens),
-            "window": _Plain(window, history, "window", report, spec.most_tokens),
-        }
-        assert isinstance(tiered.memory, TieredMemory)
-        ceiling = tiered.memory.port.copy_ceiling()[0]
-        total = (spec.repeats + 1) * len(runners)
-        for step in range(total):
-            turn, system = divmod(step, len(runners))
-            name = SYSTEMS[system]
-            report(f"rounds at {depth}", step, total)
-            for phase, n in (("prefill", spec.prefill_tokens), ("decode", spec.decode_tokens)):
-                runner = runners[name]
-                seconds = (runner.prefill if phase == "prefill" else runner.decode)(more[:n])
-                if turn:
-                    yield SpeedRecord(
-                        system=name,
-                        phase="prefill" if phase == "prefill" else "decode",
-                        depth_tokens=depth,
-                        round=turn,
-                        n_tokens=n,
-                        seconds=seconds,
-                    )
-            if name != "window":  # it does not hold the history that the question is about
-                at = int(questions[turn])
-                stats = runners[name].ask(history[at : at + QUESTION_TOKENS])
-                yield _request_record(name, depth, turn, runners[name].read_s, stats, ceiling)
-        report(f"rounds at {depth}", total, total)
+    """All measurements of all depths, round by round."""
+    groups: Sequence[Sequence[System]] = [[name] for name in SYSTEMS] if spec.alone else [SYSTEMS]
+    for group in groups:
+        wanted = [name for name in group if any(name in spec.systems(d) for d in spec.depths)]
+        with ExitStack() as stack:
+            loaded: _Loaded | None = None
+            for name in wanted:
+                engine = stack.enter_context(Engine(spec.engine(name)))
+                if loaded is None:
+                    text = make_text(engine, max(spec.depths) + spec.most_tokens)
+                    loaded = _Loaded(spec=spec, report=report, text=text)
+                if name == "kvmem":
+                    loaded.runners[name] = _Tiered(engine, report)
+                    assert isinstance(engine.memory, TieredMemory)
+                    loaded.ceilings = engine.memory.port.copy_ceiling()
+                else:
+                    loaded.runners[name] = _Plain(engine, name, report, spec.most_tokens)
+            if loaded is not None:
+                for depth in spec.depths:
+                    yield from loaded.rounds(depth)
 
 
 def _request_record(
-    system: System, depth: int, turn: int, read_s: float, stats: RequestStats, ceiling: float
+    system: System,
+    depth: int,
+    turn: int,
+    history_s: float | None,
+    stats: RequestStats,
+    ceiling: float,
+    in_a_row: bool,
 ) -> RequestRecord:
-    """The first round's is the cold one: its time and that of reading the history."""
+    """history_s: that of reading the history, for the cold one; None for others."""
     memory, times = stats.memory, stats.prompt_times
-    cold = turn == 0
+    cold, read_s = history_s is not None, history_s or 0.0
     rate = memory.bytes_in / times.move_s if memory.bytes_in and times.move_s else None
     return RequestRecord(
         system=system,
         kind="cold" if cold else "warm",
         depth_tokens=depth,
         round=turn,
-        first_token_s=stats.prompt_s + read_s * cold,
+        first_token_s=stats.prompt_s + read_s,
         decision=memory.decision,
         read_tokens=memory.read_tokens + depth * cold,
         replayed_tokens=memory.replayed_tokens,
@@ -280,7 +376,7 @@ def _request_record(
         score_s=times.score_s,
         move_s=times.move_s,
         replay_s=times.replay_s,
-        read_s=times.read_s + read_s * cold,
+        read_s=times.read_s + read_s,
         bytes_in=memory.bytes_in,
         bytes_out=memory.bytes_out,
         to_device_per_s=rate,
@@ -291,6 +387,7 @@ def _request_record(
         switch_s=times.switch_s,
         store_s=times.store_s,
         checkpoint_s=times.checkpoint_s,
+        in_a_row=in_a_row,
     )
 
 
@@ -323,63 +420,100 @@ def _ask(session: Session, history: I32, question: I32) -> RequestStats:
 class _Tiered:
     """kvmem behind its whole history, budget full of the newest blocks before each measurement."""
 
-    def __init__(self, engine: Engine, history: I32, report: Report) -> None:
+    def __init__(self, engine: Engine, report: Report) -> None:
         self._session = engine.session()
-        self.read_s = _read(self._session, history, "kvmem reads", report)
         self._memory: TieredMemory = self._session.tiered
+        self._report = report
+        self._history = np.empty(0, np.int32)
+        self.read_s = 0.0
+
+    def advance(self, history: I32) -> None:
+        """Read on to the end of this history, which begins with the one before."""
+        self.read_s += _read(
+            self._session, history[len(self._history) :], "kvmem reads", self._report
+        )
         self._memory.save_checkpoint()  # a hybrid comes back to here
         self._history = history
-        self._n_history = len(history)
 
     def ask(self, tokens: I32) -> RequestStats:
-        self._fill()
+        self._fill(self._memory.budget_blocks)
         stats = _ask(self._session, self._history, tokens)
-        self._session.truncate(self._n_history)
+        self._session.truncate(len(self._history))
         return stats
 
-    def _fill(self) -> None:
-        n_blocks = self._memory.n_blocks_of(self._n_history)
-        self._session.apply(self._session.select(position_scores(n_blocks)))
-
-    def prefill(self, tokens: I32) -> float:
-        self._fill()
+    def measure(self, phase: Phase, tokens: I32) -> _Measured:
+        memory, n_history = self._memory, len(self._history)
+        first_own = memory.n_blocks_of(n_history)
+        n_blocks = memory.budget_blocks
+        if phase == "reserve":  # the reply takes what is left
+            n_own = memory.n_blocks_of(n_history + len(tokens)) - first_own
+            n_blocks += memory.sizes.n_reserve_blocks - n_own
+        self._fill(n_blocks)
+        memory.begin_request()  # counts the seconds of storing from here on
+        n_sealed = memory.working_set.n_sealed
         started = perf_counter()
-        self._session.read(tokens)
+        if phase == "prefill":
+            self._session.read(tokens)
+            memory.index.flush()  # a worker makes the summaries
+        else:
+            self._write(tokens, first_own)
         seconds = perf_counter() - started
-        self._session.truncate(self._n_history)
-        return seconds
+        n_stored = memory.working_set.n_sealed - n_sealed
+        measured = _Measured(
+            seconds=seconds,
+            bytes_out=n_stored * memory.port.payload_bytes,
+            store_s=memory.store_s,
+        )
+        self._session.truncate(n_history)
+        return measured
 
-    def decode(self, tokens: I32) -> float:
-        self._fill()
+    def _fill(self, n_blocks: int) -> None:
+        scores = position_scores(self._memory.n_blocks_of(len(self._history)))
+        self._session.apply(self._session.select(scores, budget_blocks=n_blocks))
+
+    def _write(self, tokens: I32, first_own: int) -> None:
         memory = self._memory
-        first_own = memory.n_blocks_of(self._n_history)
-        started = perf_counter()
         for token in tokens:
             make_reply_room(memory, first_own)
             memory.decode(np.array([token], np.int32), reply=True)
             if memory.n_tokens % memory.block_tokens == 0:
                 memory.seal()
             memory.context.logits(-1).argmax()
-        seconds = perf_counter() - started
-        self._session.truncate(self._n_history)
-        return seconds
 
 
 class _Plain:
-    """Plain llama.cpp. What is measured ends where its cells end, so the cache is full by then."""
+    """Plain llama.cpp. The window is filled once, and full by the end of what is measured."""
 
     def __init__(
-        self, engine: Engine, history: I32, what: str, report: Report, most_tokens: int
+        self, engine: Engine, system: Literal["stock", "window"], report: Report, most_tokens: int
     ) -> None:
         self._session = engine.session()
         self._memory = self._session.memory
+        self._system = system
+        self._report = report
         self._n_cells = engine.n_ctx
+        self._is_hybrid = engine.model.is_hybrid
+        self._most_tokens = most_tokens
         self._state: NDArray[np.uint8] | None = None
-        is_hybrid = engine.model.is_hybrid
-        # the state of a hybrid cannot be rewound, so it leaves room for the longest measurement
-        self._history = history[-(self._n_cells - most_tokens * is_hybrid) :]
-        self.read_s = _read(self._session, self._history, f"{what} reads", report)
-        if is_hybrid:
+        self._history = np.empty(0, np.int32)
+        self.read_s = 0.0
+
+    def advance(self, history: I32) -> None:
+        """Read on to the end of this history, which begins with the one before."""
+        if self._system == "window":
+            if len(self._history):
+                return  # what it costs does not depend on the tokens that it holds
+            # the state of a hybrid cannot be rewound, so it leaves room for the longest measurement
+            history = history[-(self._n_cells - self._most_tokens * self._is_hybrid) :]
+        self._restart(0)
+        self.read_s += _read(
+            self._session,
+            history[len(self._history) :],
+            f"{self._system} reads",
+            self._report,
+        )
+        self._history = history
+        if self._is_hybrid:
             self._state = np.empty(state_bytes(self._memory.context), np.uint8)
             save_state(self._memory.context, self._state)
 
@@ -399,17 +533,14 @@ class _Plain:
         self._restart(len(tokens) + 1)
         return _ask(self._session, self._history, tokens)
 
-    def prefill(self, tokens: I32) -> float:
-        self._restart(len(tokens))
-        started = perf_counter()
-        self._session.read(tokens)
-        return perf_counter() - started
-
-    def decode(self, tokens: I32) -> float:
+    def measure(self, phase: Phase, tokens: I32) -> _Measured:
         self._restart(len(tokens))
         memory = self._session.memory
         started = perf_counter()
-        for token in tokens:
-            memory.decode(np.array([token], np.int32))
-            memory.context.logits(-1).argmax()
-        return perf_counter() - started
+        if phase == "prefill":
+            self._session.read(tokens)
+        else:
+            for token in tokens:
+                memory.decode(np.array([token], np.int32))
+                memory.context.logits(-1).argmax()
+        return _Measured(seconds=perf_counter() - started)

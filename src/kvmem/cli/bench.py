@@ -1,9 +1,10 @@
 """`kvmem bench`: quality and speed on the user's own machine and model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from typer import Option
@@ -13,6 +14,8 @@ from kvmem.bench.agent import (
     AgentRecord,
     AgentSpec,
     AgentSummary,
+    AgentSystem,
+    Report,
     Task,
     run_agent,
     summarise_agent,
@@ -27,17 +30,20 @@ from kvmem.bench.report import (
     agent_table,
     experiment_table,
     gate_table,
+    move_table,
     phase_table,
     recall_table,
     remote_table,
     request_table,
     round_table,
     speed_table,
+    turn_table,
 )
 from kvmem.bench.saved import SavedRun, load_runs
 from kvmem.bench.speed import RequestRecord, SpeedRecord, SpeedSpec, run_speed
 from kvmem.bench.speed_summary import ratios, request_rows, speed_rows
 from kvmem.bench.summary import gates, summarise
+from kvmem.bench.turns import summarise_turns
 from kvmem.cli.bench_options import (
     Batch,
     Block,
@@ -56,6 +62,8 @@ from kvmem.cli.progress import progress, table_console
 from kvmem.cli.quality import quality
 from kvmem.cli.turns import turns
 from kvmem.errors import ConfigError
+
+R = TypeVar("R")
 
 bench = typer.Typer(help="Measure recall and speed.", rich_markup_mode=None)
 bench.command()(quality)
@@ -150,7 +158,11 @@ def speed(
     url: Url = None,
     api_key: ApiKey = None,
     depth: Annotated[
-        list[int] | None, Option(help="Tokens in the history; may be given several times.")
+        list[int] | None,
+        Option(
+            help="Tokens in the history, over the pool or within its budget; again for more, "
+            "ascending."
+        ),
     ] = None,
     pool: Annotated[
         int, Option("--pool-tokens", help="Cells of kvmem's pool, budget and reserve together.")
@@ -164,7 +176,10 @@ def speed(
     block: Block = 32,
     prefill: Annotated[int, Option(help="Tokens read in one measurement.")] = 512,
     decode: Annotated[int, Option(help="Tokens written in one measurement.")] = 32,
-    repeats: Annotated[int, Option(help="Measured rounds, after one that is thrown away.")] = 5,
+    repeats: Annotated[int, Option(help="Measured rounds, behind one that warms up.")] = 5,
+    alone: Annotated[
+        bool, Option("--alone", help="Load one system at a time, where three do not fit.")
+    ] = False,
     batch: Batch = 512,
     ubatch: Ubatch = 512,
     kv_dtype: KvDtype = "q8_0",
@@ -202,12 +217,11 @@ def speed(
         kv_type=kv_dtype,
         n_threads=threads or None,
         n_gpu_layers=n_gpu_layers,
+        alone=alone,
     )
     where = environment(spec.model, asdict(spec), "speed")
     with progress() as report:
-        records = list(run_speed(spec, report=report))
-    if out is not None:
-        write_jsonl(out, [where, *records])
+        records = _kept(out, where, run_speed(spec, report=report))
     speeds = [r for r in records if isinstance(r, SpeedRecord)]
     requests = [r for r in records if isinstance(r, RequestRecord)]
     if plots is not None:
@@ -287,19 +301,22 @@ def agent(
         n_threads=threads or None,
         n_gpu_layers=n_gpu_layers,
     )
-    where = environment(path, {**asdict(base), "url": url}, "agent")
-    records: list[AgentRecord] = []
+    systems: list[AgentSystem] = ["server"] if path is None else ["kvmem"]
+    if stock:
+        systems.append("stock")
+    settings = {**asdict(base), "task": wanted, "system": systems, "url": url}
+    where = environment(path, settings, "agent")
+
+    def play(report: Report) -> Iterator[AgentRecord]:
+        for name, system in product(wanted, systems):
+            spec = replace(base, task=name, system=system)
+            if url is None:
+                yield from run_agent(spec, report=report)
+            else:
+                yield from run_remote(spec, url, api_key=api_key, report=report)
+
     with progress() as report:
-        for name in wanted:
-            spec = replace(base, task=name)
-            if url is not None:
-                records += run_remote(spec, url, api_key=api_key, report=report)
-                continue
-            records += run_agent(spec, report=report)
-            if stock:
-                records += run_agent(replace(spec, system="stock"), report=report)
-    if out is not None:
-        write_jsonl(out, [where, *records])
+        records = _kept(out, where, play(report))
     if plots is not None:
         plot_agent(records, plots, _machine(where))
     if as_json:
@@ -330,6 +347,16 @@ def report(
             _print_run(run, title)
 
 
+def _kept(path: Path | None, where: dict[str, Any], records: Iterator[R]) -> list[R]:
+    """All of them; the file holds those that are there, should the rest never come."""
+    kept: list[R] = []
+    for record in records:
+        kept.append(record)
+        if path is not None:
+            write_jsonl(path, [where, *kept])
+    return kept
+
+
 def _machine(where: dict[str, Any]) -> str:
     """Model, processor and commit of a run, as far as they are known."""
     processors = where.get("gpus") or [where.get("cpu")]
@@ -346,6 +373,7 @@ def _fields(run: SavedRun) -> dict[str, Any]:
         **_speed_fields(run.speeds, run.requests),
         "server": [asdict(row) for row in remote_rows(run.remotes)],
         "agent": [_agent_fields(row) for row in summarise_agent(run.agents)],
+        "turns": [asdict(row) for row in summarise_turns(run.turns)] if run.turns else [],
         "recall": {cell: [asdict(row) for row in rows] for cell, rows in cells.items()},
         "experiments": list(run.experiments),
         "other_records": run.n_others,
@@ -363,6 +391,8 @@ def _print_run(run: SavedRun, title: str) -> None:
         console.print(remote_table(remote_rows(run.remotes)))
     for cell in dict(run.recalls):
         console.print(recall_table(summarise(run.recalls_of(cell)), cell or None))
+    if run.turns:
+        console.print(turn_table(summarise_turns(run.turns), "a session, turn by turn"))
     if run.experiments:
         console.print(experiment_table(run.experiments))
     if run.n_others:
@@ -390,7 +420,9 @@ def _print_speed(speeds: Sequence[SpeedRecord], requests: Sequence[RequestRecord
     if requests:
         rows = request_rows(requests)
         console.print(request_table(rows))
-        console.print(phase_table([row for row in rows if row.system == "kvmem"]))
+        own = [row for row in rows if row.system == "kvmem"]
+        for depth in dict.fromkeys(row.depth_tokens for row in own):
+            console.print(phase_table([row for row in own if row.depth_tokens == depth]))
 
 
 def _print_agent(records: Sequence[AgentRecord]) -> None:
@@ -399,3 +431,4 @@ def _print_agent(records: Sequence[AgentRecord]) -> None:
     told = [record for record in records if record.system == "kvmem" and record.phases]
     if told:
         console.print(round_table(told))
+        console.print(move_table(told))
