@@ -15,6 +15,18 @@ static int fail(int status, const char * text) {
     return status;
 }
 
+llama_context_params kvmem_draft_params(llama_context_params params) {
+    params.ctx_type      = LLAMA_CONTEXT_TYPE_MTP;
+    params.n_rs_seq      = 0;
+    params.n_outputs_max = 1;
+    return params;
+}
+
+void kvmem_draft_link(llama_context * leader, llama_context * head) {
+    llama_set_embeddings_nextn(leader, true, /*masked =*/false);
+    llama_set_embeddings_nextn(head, true, /*masked =*/true);
+}
+
 int kvmem_draft_init(kvmem_memory * leader, llama_model * model, const llama_context_params * params,
         llama_context ** ctx, kvmem_memory ** follower) {
     *ctx      = nullptr;
@@ -25,17 +37,13 @@ int kvmem_draft_init(kvmem_memory * leader, llama_model * model, const llama_con
     if (!leader->recr || llama_model_n_layer_nextn(model) != 1) {
         return fail(KVMEM_ERR_UNSUPPORTED, "drafts need a hybrid model with one MTP block");
     }
-    llama_context_params own = *params;
-    own.ctx_type             = LLAMA_CONTEXT_TYPE_MTP;
-    own.n_rs_seq             = 0;
-    own.n_outputs_max        = 1;
+    const llama_context_params own = kvmem_draft_params(*params);
     if (const int status = kvmem_context_create(
-                model, own, leader->attn->get_size(), leader->block_tokens, own.n_outputs_max, ctx, follower)) {
+                model, own, leader->attn->get_size(), leader->block_tokens, own.n_outputs_max, 0, ctx, follower)) {
         return status;
     }
     (*follower)->batch = llama_batch_ext_init(*ctx);
-    llama_set_embeddings_nextn(leader->ctx, true, /*masked =*/false);
-    llama_set_embeddings_nextn(*ctx, true, /*masked =*/true);
+    kvmem_draft_link(leader->ctx, *ctx);
     try {
         leader->lead(*follower);
     } catch (const std::exception & e) {

@@ -283,43 +283,54 @@ int kvmem_context_init(llama_model * model, const llama_context_params * params,
         kvmem_set_error("tokens are replayed into the gated delta nets of qwen35 and qwen3next alone (use snapshots)");
         return KVMEM_ERR_UNSUPPORTED;
     }
-    // read by the recurrent memory that is made next, on this thread
-    llama_memory_recurrent::replay_next() = replay != 0;
     // the worst case, as the context reserved it: a smaller graph would be followed by a larger one at run time
-    const int status = kvmem_context_create(model, *params, n_cells, block_tokens, params->n_ubatch, ctx, memory);
-    llama_memory_recurrent::replay_next() = false;
-    return status;
+    return kvmem_context_create(model, *params, n_cells, block_tokens, params->n_ubatch, replay, ctx, memory);
 }
 
-int kvmem_context_create(llama_model * model, const llama_context_params & params, uint32_t n_cells,
-        uint32_t block_tokens, uint32_t n_outputs, llama_context ** ctx, kvmem_memory ** memory) {
+int kvmem_context_make(llama_model * model, const llama_context_params & params, uint32_t n_cells, int replay,
+        llama_context ** ctx, kvmem_memory ** memory) {
     *ctx    = nullptr;
     *memory = nullptr;
     kvmem_set_error("");
+
+    factory_request request = { n_cells, nullptr, KVMEM_ERR_UNSUPPORTED, "" };
+    {
+        factory_guard guard(&request);
+        // read by the recurrent memory that is made next, on this thread
+        llama_memory_recurrent::replay_next() = replay != 0;
+        *ctx                                  = llama_init_from_model(model, params);
+        llama_memory_recurrent::replay_next() = false;
+    }
+    if (!*ctx) {
+        kvmem_set_error(request.error.empty() ? "llama.cpp could not create the context" : request.error);
+        return request.error.empty() ? (int) KVMEM_ERR_NO_MEMORY : request.status;
+    }
+    *memory = request.created;
+    return KVMEM_OK;
+}
+
+int kvmem_context_create(llama_model * model, const llama_context_params & params, uint32_t n_cells,
+        uint32_t block_tokens, uint32_t n_outputs, int replay, llama_context ** ctx, kvmem_memory ** memory) {
+    *ctx    = nullptr;
+    *memory = nullptr;
     if (block_tokens == 0 || n_cells < block_tokens) {
         kvmem_set_error("fewer cells than one block");
         return KVMEM_ERR_ARGUMENT;
     }
-
-    factory_request request = { n_cells, nullptr, KVMEM_ERR_UNSUPPORTED, "" };
     llama_context * created = nullptr;
-    {
-        factory_guard guard(&request);
-        created = llama_init_from_model(model, params);
-    }
-    if (!created) {
-        kvmem_set_error(request.error.empty() ? "llama.cpp could not create the context" : request.error);
-        return request.error.empty() ? KVMEM_ERR_NO_MEMORY : request.status;
+    kvmem_memory *  made    = nullptr;
+    if (const int status = kvmem_context_make(model, params, n_cells, replay, &created, &made)) {
+        return status;
     }
     try {
-        request.created->bind(created, block_tokens, n_outputs);
+        made->bind(created, block_tokens, n_outputs);
     } catch (const std::exception & e) {
         llama_free(created);
         kvmem_set_error(e.what());
         return KVMEM_ERR_UNSUPPORTED;
     }
     *ctx    = created;
-    *memory = request.created;
+    *memory = made;
     return KVMEM_OK;
 }
 

@@ -125,6 +125,14 @@ struct kvmem_host {
 
 // kvmem_context_init for any kind of context; n_outputs: most rows of logits of a graph
 int kvmem_context_create(llama_model * model, const llama_context_params & params, uint32_t n_cells,
-        uint32_t block_tokens, uint32_t n_outputs, llama_context ** ctx, kvmem_memory ** memory);
+        uint32_t block_tokens, uint32_t n_outputs, int replay, llama_context ** ctx, kvmem_memory ** memory);
+
+// the same without kvmem_memory::bind: nothing reads the graph or the tensors
+int kvmem_context_make(llama_model * model, const llama_context_params & params, uint32_t n_cells, int replay,
+        llama_context ** ctx, kvmem_memory ** memory);
+
+// parameters of the MTP head's context, from those of the leader; and what both contexts keep for each other
+llama_context_params kvmem_draft_params(llama_context_params params);
+void                 kvmem_draft_link(llama_context * leader, llama_context * head);
 
 void kvmem_set_error(const std::string & text);

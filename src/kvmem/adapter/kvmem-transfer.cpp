@@ -1,5 +1,7 @@
 #include "kvmem-transfer.h"
 
+#include "kvmem.h"
+
 #include "ggml-backend.h"
 
 #include <algorithm>
@@ -145,6 +147,10 @@ std::unique_ptr<kvmem_transfer> kvmem_transfer_make(
 }
 
 #ifndef KVMEM_CUDA
+int kvmem_cuda_fail(uint32_t, uint32_t, int) {
+    return 0;
+}
+
 int kvmem_cuda_device(const kvmem_piece &) {
     return -1;
 }

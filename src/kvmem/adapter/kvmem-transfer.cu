@@ -3,6 +3,8 @@
 // (docs/gpu.md).
 #include "kvmem-transfer.h"
 
+#include "kvmem.h"
+
 #include "ggml-backend.h"
 #include "llama-impl.h"
 
@@ -19,6 +21,39 @@ constexpr size_t   most_staging_bytes = 64ull << 20; // two of these; larger one
 constexpr uint32_t n_lanes            = 2;
 constexpr uint32_t n_bounces          = 4; // pinned payloads on the way from and to plain memory
 constexpr int      n_threads          = 256;
+
+// tests: which of the calls from here on fail; none of them while n is 0
+struct {
+    uint32_t n     = 0;
+    uint32_t count = 0;
+    bool     loses = false;
+} faults;
+
+__global__ void trap() {
+    __trap();
+}
+
+// whether a test wants the next call to fail; cudaSuccess if not
+cudaError_t next_fault() {
+    if (faults.n == 0 || --faults.n > 0) {
+        return cudaSuccess;
+    }
+    faults.n = --faults.count > 0 ? 1 : 0; // the next one fails, too
+    if (!faults.loses) {
+        return cudaErrorMemoryAllocation;
+    }
+    trap<<<1, 1>>>();
+    return cudaDeviceSynchronize();
+}
+
+// a call that tests can let fail: then it is not made
+template <typename F>
+cudaError_t attempt(F && call) {
+    const cudaError_t fault = next_fault();
+    return fault == cudaSuccess ? call() : fault;
+}
+
+#define ATTEMPT(call) attempt([&] { return call; })
 
 // an error that stays when it was read belongs to the device, not to the call
 bool is_device_lost() {
@@ -84,27 +119,33 @@ struct cuda_transfer : kvmem_transfer {
     ~cuda_transfer() override { release(); }
 
     void init(const std::vector<kvmem_piece> & pieces) {
-        check(cudaSetDevice(device), "no CUDA device");
+        check(ATTEMPT(cudaSetDevice(device)), "no CUDA device");
         std::vector<device_piece> table;
         for (const auto & piece : pieces) {
             table.push_back({ (uint8_t *) piece.tensor->data, piece.bytes, piece.offset - base });
             payload_bytes += piece.bytes;
         }
-        check(cudaMalloc(&d_pieces, table.size() * sizeof(device_piece)), "piece table");
-        check(cudaMemcpy(d_pieces, table.data(), table.size() * sizeof(device_piece), cudaMemcpyHostToDevice),
+        check(ATTEMPT(cudaMalloc(&d_pieces, table.size() * sizeof(device_piece))), "piece table");
+        check(ATTEMPT(cudaMemcpy(d_pieces, table.data(), table.size() * sizeof(device_piece), cudaMemcpyHostToDevice)),
                 "piece table");
         for (auto & lane : lanes) {
-            check(cudaMalloc(&lane.d_slots, n_slots * sizeof(int32_t)), "slot numbers");
-            check(cudaMallocHost(&lane.h_slots, n_slots * sizeof(int32_t)), "pinned slot numbers");
-            check(cudaStreamCreateWithFlags(&lane.stream, cudaStreamNonBlocking), "stream");
+            check(ATTEMPT(cudaMalloc(&lane.d_slots, n_slots * sizeof(int32_t))), "slot numbers");
+            check(ATTEMPT(cudaMallocHost(&lane.h_slots, n_slots * sizeof(int32_t))), "pinned slot numbers");
+            check(ATTEMPT(cudaStreamCreateWithFlags(&lane.stream, cudaStreamNonBlocking)), "stream");
         }
         // a device that is nearly full gets smaller buffers
-        per_staging = (uint32_t) std::max<size_t>(1, std::min<size_t>(most_staging_bytes / payload_bytes, n_slots));
+        const auto wanted =
+                (uint32_t) std::max<size_t>(1, std::min<size_t>(most_staging_bytes / payload_bytes, n_slots));
+        per_staging = wanted;
         while (!alloc_staging()) {
             if (per_staging == 1) {
                 throw kvmem_transfer_error("staging buffers: out of memory");
             }
             per_staging /= 2;
+        }
+        if (per_staging < wanted) {
+            LLAMA_LOG_WARN("kvmem: CUDA device %d is nearly full: staging buffers of %u blocks in place of %u\n",
+                    device, per_staging, wanted);
         }
         alloc_bounces();
     }
@@ -207,10 +248,11 @@ struct cuda_transfer : kvmem_transfer {
         if (n > n_slots) {
             throw kvmem_transfer_error("more blocks than the cache has slots");
         }
-        check(cudaSetDevice(device), "no CUDA device");
+        check(ATTEMPT(cudaSetDevice(device)), "no CUDA device");
         for (auto & lane : lanes) {
             memcpy(lane.h_slots, slots, n * sizeof(int32_t));
-            check(cudaMemcpyAsync(lane.d_slots, lane.h_slots, n * sizeof(int32_t), cudaMemcpyHostToDevice, lane.stream),
+            check(ATTEMPT(cudaMemcpyAsync(
+                          lane.d_slots, lane.h_slots, n * sizeof(int32_t), cudaMemcpyHostToDevice, lane.stream)),
                     "slot numbers");
         }
     }
@@ -219,19 +261,19 @@ struct cuda_transfer : kvmem_transfer {
     void launch(lane_t & lane, uint32_t begin, uint32_t n) {
         copy_pieces<to_cache><<<dim3(n, n_pieces), n_threads, 0, lane.stream>>>(
                 d_pieces, lane.d_slots + begin, lane.staging, payload_bytes);
-        check(cudaGetLastError(), "scatter kernel");
+        check(ATTEMPT(cudaGetLastError()), "scatter kernel");
     }
 
     void copy_in(lane_t & lane, const uint8_t * payload, uint8_t * staging) {
         const uint8_t * source = payload + base;
         if (!has_bounces || slabs.is_pinned(payload)) {
-            check(cudaMemcpyAsync(staging, source, payload_bytes, cudaMemcpyHostToDevice, lane.stream),
+            check(ATTEMPT(cudaMemcpyAsync(staging, source, payload_bytes, cudaMemcpyHostToDevice, lane.stream)),
                     "copy to the device");
             return;
         }
         auto & bounce = next_bounce();
         memcpy(bounce.data, source, payload_bytes);
-        check(cudaMemcpyAsync(staging, bounce.data, payload_bytes, cudaMemcpyHostToDevice, lane.stream),
+        check(ATTEMPT(cudaMemcpyAsync(staging, bounce.data, payload_bytes, cudaMemcpyHostToDevice, lane.stream)),
                 "copy to the device");
         mark(bounce, lane);
     }
@@ -239,12 +281,12 @@ struct cuda_transfer : kvmem_transfer {
     void copy_out(lane_t & lane, const uint8_t * staging, uint8_t * payload) {
         uint8_t * target = payload + base;
         if (!has_bounces || slabs.is_pinned(payload)) {
-            check(cudaMemcpyAsync(target, staging, payload_bytes, cudaMemcpyDeviceToHost, lane.stream),
+            check(ATTEMPT(cudaMemcpyAsync(target, staging, payload_bytes, cudaMemcpyDeviceToHost, lane.stream)),
                     "copy to the host");
             return;
         }
         auto & bounce = next_bounce();
-        check(cudaMemcpyAsync(bounce.data, staging, payload_bytes, cudaMemcpyDeviceToHost, lane.stream),
+        check(ATTEMPT(cudaMemcpyAsync(bounce.data, staging, payload_bytes, cudaMemcpyDeviceToHost, lane.stream)),
                 "copy to the host");
         mark(bounce, lane);
         bounce.target = target;
@@ -258,14 +300,14 @@ struct cuda_transfer : kvmem_transfer {
     }
 
     void mark(bounce_t & bounce, const lane_t & lane) {
-        check(cudaEventRecord(bounce.done, lane.stream), "copy through a pinned buffer");
+        check(ATTEMPT(cudaEventRecord(bounce.done, lane.stream)), "copy through a pinned buffer");
         bounce.busy = true;
     }
 
     void settle(bounce_t & bounce) {
         if (bounce.busy) {
             bounce.busy = false;
-            check(cudaEventSynchronize(bounce.done), "copy through a pinned buffer");
+            check(ATTEMPT(cudaEventSynchronize(bounce.done)), "copy through a pinned buffer");
         }
         if (bounce.target) {
             memcpy(bounce.target, bounce.data, payload_bytes);
@@ -277,8 +319,9 @@ struct cuda_transfer : kvmem_transfer {
     cudaError_t drain() {
         cudaError_t first = cudaSetDevice(device);
         for (auto & lane : lanes) {
-            const cudaError_t status = cudaStreamSynchronize(lane.stream);
-            first                    = first == cudaSuccess ? status : first;
+            const cudaError_t status = cudaStreamSynchronize(lane.stream); // in any case
+            const cudaError_t fault  = next_fault();
+            first                    = first == cudaSuccess ? (fault == cudaSuccess ? status : fault) : first;
         }
         for (auto & bounce : bounces) {
             bounce.busy = false; // its stream is idle
@@ -292,7 +335,7 @@ struct cuda_transfer : kvmem_transfer {
 
     bool alloc_staging() {
         for (auto & lane : lanes) {
-            if (cudaMalloc(&lane.staging, per_staging * payload_bytes) != cudaSuccess) {
+            if (ATTEMPT(cudaMalloc(&lane.staging, per_staging * payload_bytes)) != cudaSuccess) {
                 cudaGetLastError();
                 for (auto & any : lanes) {
                     cudaFree(any.staging);
@@ -307,8 +350,8 @@ struct cuda_transfer : kvmem_transfer {
     // without them plain memory is copied by the driver's own staging
     void alloc_bounces() {
         for (auto & bounce : bounces) {
-            if (cudaMallocHost(&bounce.data, payload_bytes) != cudaSuccess ||
-                    cudaEventCreateWithFlags(&bounce.done, cudaEventDisableTiming) != cudaSuccess) {
+            if (ATTEMPT(cudaMallocHost(&bounce.data, payload_bytes)) != cudaSuccess ||
+                    ATTEMPT(cudaEventCreateWithFlags(&bounce.done, cudaEventDisableTiming)) != cudaSuccess) {
                 cudaGetLastError();
                 free_bounces();
                 LLAMA_LOG_WARN("kvmem: no pinned memory for staging; plain memory is copied by the driver\n");
@@ -345,6 +388,12 @@ struct cuda_transfer : kvmem_transfer {
 
 } // namespace
 
+int kvmem_cuda_fail(uint32_t n, uint32_t count, int loses_device) {
+    const bool is_waiting = faults.n > 0;
+    faults                = { n, count, loses_device != 0 };
+    return is_waiting;
+}
+
 int kvmem_cuda_device(const kvmem_piece & piece) {
     cudaPointerAttributes attributes = {};
     if (ggml_backend_buffer_is_host(piece.tensor->buffer)) {
@@ -377,13 +426,13 @@ kvmem_pinned kvmem_pinned_alloc(size_t bytes) {
     if (data != MAP_FAILED) {
         madvise(data, bytes, MADV_HUGEPAGE);
         madvise(data, bytes, MADV_DONTFORK);
-        if (cudaHostRegister(data, bytes, cudaHostRegisterPortable) == cudaSuccess) {
+        if (ATTEMPT(cudaHostRegister(data, bytes, cudaHostRegisterPortable)) == cudaSuccess) {
             return { (uint8_t *) data, bytes, true };
         }
         cudaGetLastError();
         munmap(data, bytes);
     }
-    if (cudaHostAlloc(&data, bytes, cudaHostAllocPortable) != cudaSuccess) {
+    if (ATTEMPT(cudaHostAlloc(&data, bytes, cudaHostAllocPortable)) != cudaSuccess) {
         cudaGetLastError();
         return {};
     }

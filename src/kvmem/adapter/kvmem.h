@@ -97,6 +97,26 @@ KVMEM_API size_t   kvmem_state_bytes(const kvmem_memory * memory); // of one rec
 KVMEM_API void   kvmem_memory_bytes(const kvmem_memory * memory, size_t * attention, size_t * recurrent);
 KVMEM_API size_t kvmem_rollback_bytes(const kvmem_memory * memory);
 
+// What is taken on one device. device: ggml's name of it, "" for the memory of the host, for which free and total, the
+// device's own memory, are 0.
+typedef struct {
+    const char * device;
+    size_t       free;
+    size_t       total;
+    size_t       weights;
+    size_t       cells;
+    size_t       states;
+    size_t       compute; // buffers of llama.cpp's graphs
+} kvmem_share;
+
+// Of a context that is there, with its follower and the weights. n_shares: room in `shares`, and then how many there
+// are.
+KVMEM_API int kvmem_shares(const kvmem_memory * memory, kvmem_share * shares, uint32_t * n_shares);
+// Of a context that could be: as llama.cpp reserves it, without memory for cells and graphs; a recurrent state is made
+// and freed. draft: parameters of the MTP head's context, or NULL. The model may be one without data (no_alloc).
+KVMEM_API int kvmem_shares_of(struct llama_model * model, const struct llama_context_params * params, uint32_t n_cells,
+        int replay, const struct llama_context_params * draft, kvmem_share * shares, uint32_t * n_shares);
+
 // cells
 
 // The tokens of the next llama_decode go to these cells, in order; all of them must be empty.
@@ -129,6 +149,10 @@ KVMEM_API int kvmem_transfer_ceiling(kvmem_memory * memory, double * in, double 
 // For tests: the n-th block copy from here on fails, after those before it in the same call were done; 0 for none.
 // loses_device: as an error that the device does not recover from, after which every call but the freeing ones fails.
 KVMEM_API void kvmem_transfer_fail(kvmem_memory * memory, uint32_t n, int loses_device);
+// For tests: of the calls to CUDA that copies and their buffers need, `count` from the n-th on are not made and fail;
+// n = 0 for none. loses_device: in place of the n-th a kernel traps, which no device recovers from. Returns whether
+// what was armed before is still waiting. Without CUDA nothing is ever called.
+KVMEM_API int kvmem_cuda_fail(uint32_t n, uint32_t count, int loses_device);
 // Where payloads lie on the host. It outlives its context, and is released once nothing is held of it; any thread may
 // use it.
 KVMEM_API kvmem_host * kvmem_host_of(kvmem_memory * memory);

@@ -60,6 +60,15 @@ cdef extern from "kvmem.h" nogil:
         int x
         int y
 
+    ctypedef struct kvmem_share:
+        const char *device
+        size_t free
+        size_t total
+        size_t weights
+        size_t cells
+        size_t states
+        size_t compute
+
     const char *kvmem_last_error()
     const char *kvmem_model_refusal(const llama_model *model)
     void kvmem_model_head_dims(const llama_model *model, uint32_t *k, uint32_t *v)
@@ -74,6 +83,10 @@ cdef extern from "kvmem.h" nogil:
     size_t kvmem_state_bytes(const kvmem_memory *memory)
     void kvmem_memory_bytes(const kvmem_memory *memory, size_t *attention, size_t *recurrent)
     size_t kvmem_rollback_bytes(const kvmem_memory *memory)
+    int kvmem_shares(const kvmem_memory *memory, kvmem_share *shares, uint32_t *n_shares)
+    int kvmem_shares_of(llama_model *model, const llama_context_params *params, uint32_t n_cells,
+                        int replay, const llama_context_params *draft, kvmem_share *shares,
+                        uint32_t *n_shares)
 
     int kvmem_cells_place(kvmem_memory *memory, const int *cells, uint32_t n)
     int kvmem_cells_publish(kvmem_memory *memory, int cell, const kvmem_cell_meta *meta, uint32_t n)
@@ -92,6 +105,7 @@ cdef extern from "kvmem.h" nogil:
     int kvmem_transfer_use(kvmem_memory *memory, const char *name)
     int kvmem_transfer_ceiling(kvmem_memory *memory, double *to_device, double *to_host)
     void kvmem_transfer_fail(kvmem_memory *memory, uint32_t n, int loses_device)
+    int kvmem_cuda_fail(uint32_t n, uint32_t count, int loses_device)
     kvmem_host *kvmem_host_of(kvmem_memory *memory)
     void kvmem_host_release(kvmem_host *host)
     unsigned char *kvmem_host_alloc(kvmem_host *host, size_t n_bytes)

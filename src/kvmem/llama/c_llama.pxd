@@ -50,6 +50,7 @@ cdef extern from "llama.h" nogil:
         llama_progress_callback progress_callback
         void *progress_callback_user_data
         bint vocab_only
+        bint no_alloc
         bint load_mtp
 
     cdef struct llama_context_params:

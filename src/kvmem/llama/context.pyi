@@ -1,13 +1,37 @@
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.llama.model import Model
 
-__all__ = ["CancelToken", "Context"]
+__all__ = ["CancelToken", "Context", "Share", "shares_of"]
+
+class Share(NamedTuple):
+    device: str
+    free: int
+    total: int
+    weights: int
+    cells: int
+    states: int
+    compute: int
+
+def shares_of(
+    model: Model,
+    *,
+    n_ctx: int,
+    n_cells: int,
+    n_batch: int,
+    n_ubatch: int,
+    type_k: str,
+    type_v: str,
+    flash_attn: str = "on",
+    n_rs_seq: int = 0,
+    replay: bool = False,
+    draft_types: tuple[str, str] | None = None,
+) -> list[Share]: ...
 
 class CancelToken:
     def set(self) -> None: ...
@@ -64,6 +88,7 @@ class Context:
         cancel: CancelToken | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> None: ...
+    def shares(self) -> list[Share]: ...
     def logits(self, i: int = -1) -> NDArray[Any]: ...
     def clear(self) -> None: ...
     def seq_rm(self, seq: int, start: int, stop: int) -> bool: ...

@@ -1,6 +1,7 @@
 """A llama_context: batches in, logits out."""
 
 import threading
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +17,10 @@ from kvmem.llama cimport c_llama as c
 from kvmem.llama import log
 from kvmem.llama.runtime import KV_TYPES
 
-__all__ = ["CancelToken", "Context"]
+__all__ = ["CancelToken", "Context", "Share", "shares_of"]
+
+cdef enum:
+    MAX_SHARES = 32
 
 FLASH_ATTENTION = {
     "on": <int>c.LLAMA_FLASH_ATTN_TYPE_ENABLED,
@@ -39,6 +43,61 @@ cdef class CancelToken:
 
     def is_set(self):
         return self._set != 0
+
+
+class Share(NamedTuple):
+    """What a context takes of one device, in bytes.
+
+    device: ggml's name of it; "" for the memory of the host, for which free and total are 0.
+    compute: the buffers of llama.cpp's graphs.
+    """
+
+    device: str
+    free: int
+    total: int
+    weights: int
+    cells: int
+    states: int
+    compute: int
+
+
+def shares_of(Model model not None, *, int n_ctx, int n_cells, int n_batch, int n_ubatch,
+              str type_k, str type_v, str flash_attn="on", int n_rs_seq=0, bint replay=False,
+              tuple draft_types=None):
+    """What a Context of these settings would take: a Share for each device.
+
+    llama.cpp reserves it as ever, without memory for cells and graphs. The model may be one without
+    weights (dry). draft_types: of K and V of the head that drafts; None for no such head.
+
+    Raises as Context does, and CapacityError where not even a recurrent state can be had.
+    """
+    cdef c.llama_context_params params
+    cdef c.llama_context_params draft
+    cdef c.llama_context_params *draft_ptr = NULL
+    cdef c.llama_model *model_ptr = model.get()
+    cdef a.kvmem_share shares[MAX_SHARES]
+    cdef unsigned int n = MAX_SHARES
+    cdef int status
+    _set_params(&params, model, n_ctx, n_batch, n_ubatch, type_k, type_v, flash_attn, 1, 1, True, 1,
+                n_rs_seq)
+    if draft_types is not None:
+        draft = params
+        draft.type_k = <c.ggml_type><int>KV_TYPES[draft_types[0]]
+        draft.type_v = <c.ggml_type><int>KV_TYPES[draft_types[1]]
+        draft_ptr = &draft
+    with nogil:
+        status = a.kvmem_shares_of(
+            model_ptr, &params, n_cells, replay, draft_ptr, shares, &n)
+    errors = log.drain()
+    if status != a.KVMEM_OK:
+        reason = a.kvmem_last_error().decode("utf-8", "replace")
+        raise CapacityError("; ".join([f"cannot tell what {n_cells} cells take: {reason}", *errors]))
+    return _shares(shares, n)
+
+
+cdef list _shares(const a.kvmem_share *shares, unsigned int n):
+    return [Share(shares[i].device.decode(), shares[i].free, shares[i].total, shares[i].weights,
+                  shares[i].cells, shares[i].states, shares[i].compute) for i in range(n)]
 
 
 cdef double _now_s() noexcept nogil:
@@ -96,53 +155,19 @@ cdef class Context:
         cdef c.llama_context_params params
         cdef c.llama_model *model_ptr = model.get()
         cdef int status = 0
-        cdef unsigned int head_k = 0
-        cdef unsigned int head_v = 0
         if self._ptr != NULL:
             raise StateError("a Context is made once")
-        # llama.cpp aborts the process over some of these
-        for name, value in (("n_ctx", n_ctx), ("n_batch", n_batch), ("n_ubatch", n_ubatch),
-                            ("n_threads", n_threads),
-                            ("n_threads_batch", n_threads_batch), ("n_seq_max", n_seq_max)):
-            if value < 1:
-                raise ConfigError(name, value, "at least 1")
+        if model.is_dry:
+            raise StateError(f"the model {model.path} was opened without its weights")
         if n_cells < 0 or (n_cells and not 1 <= block_tokens <= n_cells):
             raise ConfigError("n_cells", n_cells, f"0 or at least one block of {block_tokens}")
         if replay and (n_cells == 0 or n_rs_seq < 1 or n_seq_max > 1):
             raise ConfigError("replay", replay, "with n_cells, n_rs_seq and one sequence, or off")
-        for name, value in (("type_k", type_k), ("type_v", type_v)):
-            if value not in KV_TYPES:
-                raise ConfigError(name, value, f"one of {', '.join(KV_TYPES)}")
-        if flash_attn not in FLASH_ATTENTION:
-            raise ConfigError("flash_attn", flash_attn, f"one of {', '.join(FLASH_ATTENTION)}")
-        _check_continues(model, a.kvmem_model_refusal(model_ptr))
-        n_positions = a.kvmem_model_n_positions(model_ptr)
-        if 0 < n_positions < n_ctx:
-            raise ConfigError("workspace_tokens", n_ctx,
-                              f"at most {n_positions}, the positions that the model has learnt")
-        a.kvmem_model_head_dims(model_ptr, &head_k, &head_v)
-        for name, value, dim in (("type_k", type_k, head_k), ("type_v", type_v, head_v)):
-            group = layout.KV_TYPES[KV_TYPES[value]].block
-            if dim % group and flash_attn != "off":
-                raise ConfigError(name, value, f"f16 or f32 for heads of {dim} values, as {value} "
-                                               f"has groups of {group}")
+        _set_params(&params, model, n_ctx, n_batch, n_ubatch, type_k, type_v, flash_attn,
+                    n_threads, n_threads_batch, offload_kqv, n_seq_max, n_rs_seq)
         self.model = model
         self.block_tokens = block_tokens
         self._cancel = CancelToken()
-        params = c.llama_context_default_params()
-        params.n_ctx = n_ctx
-        params.n_batch = n_batch
-        params.n_ubatch = n_ubatch
-        params.n_seq_max = n_seq_max
-        params.kv_unified = True
-        params.n_rs_seq = n_rs_seq
-        params.n_threads = n_threads
-        params.n_threads_batch = n_threads_batch
-        params.type_k = <c.ggml_type><int>KV_TYPES[type_k]
-        params.type_v = <c.ggml_type><int>KV_TYPES[type_v]
-        params.offload_kqv = offload_kqv
-        params.no_perf = True
-        params.flash_attn_type = <c.llama_flash_attn_type><int>FLASH_ATTENTION[flash_attn]
         with nogil:
             if n_cells:
                 status = a.kvmem_context_init(
@@ -160,7 +185,7 @@ cdef class Context:
                 raise ModelError(
                     f"{model.architecture} models cannot run with KV memory: {reason}; "
                     "try --no-kvmem, which is plain llama.cpp")
-            what = f"no context of {n_cells or n_ctx} cells: {reason}"
+            what = f"no context of {n_cells or n_ctx} cells in batches of {n_ubatch}: {reason}"
             raise CapacityError("; ".join([what, *errors]))
         if c.llama_get_memory(self._ptr) == NULL:
             c.llama_free(self._ptr)
@@ -220,6 +245,14 @@ cdef class Context:
     @property
     def is_closed(self):
         return self._ptr == NULL
+
+    def shares(self):
+        """What it takes with its weights, a Share for each device; not of a stock context."""
+        cdef a.kvmem_share shares[MAX_SHARES]
+        cdef unsigned int n = MAX_SHARES
+        if a.kvmem_shares(self.memory(), shares, &n) != a.KVMEM_OK:
+            raise StateError(a.kvmem_last_error().decode("utf-8", "replace"))
+        return _shares(shares, n)
 
     def decode(self, const int[::1] tokens not None, const int[::1] pos not None, *,
                outputs="last", seqs=(0,), CancelToken cancel=None, meanwhile=None):
@@ -320,6 +353,51 @@ cdef class Context:
     def seq_pos_max(self, int seq):
         """The newest position of a sequence, -1 if there is none."""
         return c.llama_memory_seq_pos_max(c.llama_get_memory(self.get()), seq)
+
+
+cdef int _set_params(c.llama_context_params *params, Model model, int n_ctx, int n_batch,
+                     int n_ubatch, str type_k, str type_v, str flash_attn, int n_threads,
+                     int n_threads_batch, bint offload_kqv, int n_seq_max,
+                     int n_rs_seq) except -1:
+    """llama.cpp's parameters, checked: it aborts the process over some of them."""
+    cdef unsigned int head_k = 0
+    cdef unsigned int head_v = 0
+    for name, value in (("n_ctx", n_ctx), ("n_batch", n_batch), ("n_ubatch", n_ubatch),
+                        ("n_threads", n_threads),
+                        ("n_threads_batch", n_threads_batch), ("n_seq_max", n_seq_max)):
+        if value < 1:
+            raise ConfigError(name, value, "at least 1")
+    for name, value in (("type_k", type_k), ("type_v", type_v)):
+        if value not in KV_TYPES:
+            raise ConfigError(name, value, f"one of {', '.join(KV_TYPES)}")
+    if flash_attn not in FLASH_ATTENTION:
+        raise ConfigError("flash_attn", flash_attn, f"one of {', '.join(FLASH_ATTENTION)}")
+    _check_continues(model, a.kvmem_model_refusal(model.get()))
+    n_positions = a.kvmem_model_n_positions(model.get())
+    if 0 < n_positions < n_ctx:
+        raise ConfigError("workspace_tokens", n_ctx,
+                          f"at most {n_positions}, the positions that the model has learnt")
+    a.kvmem_model_head_dims(model.get(), &head_k, &head_v)
+    for name, value, dim in (("type_k", type_k, head_k), ("type_v", type_v, head_v)):
+        group = layout.KV_TYPES[KV_TYPES[value]].block
+        if dim % group and flash_attn != "off":
+            raise ConfigError(name, value, f"f16 or f32 for heads of {dim} values, as {value} "
+                                           f"has groups of {group}")
+    params[0] = c.llama_context_default_params()
+    params.n_ctx = n_ctx
+    params.n_batch = n_batch
+    params.n_ubatch = n_ubatch
+    params.n_seq_max = n_seq_max
+    params.kv_unified = True
+    params.n_rs_seq = n_rs_seq
+    params.n_threads = n_threads
+    params.n_threads_batch = n_threads_batch
+    params.type_k = <c.ggml_type><int>KV_TYPES[type_k]
+    params.type_v = <c.ggml_type><int>KV_TYPES[type_v]
+    params.offload_kqv = offload_kqv
+    params.no_perf = True
+    params.flash_attn_type = <c.llama_flash_attn_type><int>FLASH_ATTENTION[flash_attn]
+    return 0
 
 
 cdef int _check_continues(Model model, const char *refusal) except -1:

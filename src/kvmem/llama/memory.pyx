@@ -16,7 +16,7 @@ from kvmem.kv.layout import KvLayout, LayerLayout, RopeSpec
 from kvmem.llama import log
 from kvmem.llama.state import is_state_valid
 
-__all__ = ["LlamaPort"]
+__all__ = ["LlamaPort", "fail_cuda"]
 
 
 @cython.final
@@ -207,6 +207,10 @@ cdef class LlamaPort(DevicePort):
             raise ValueError(f"n is {n}, but must not be negative")
         a.kvmem_transfer_fail(self.context.memory(), n, loses_device)
 
+    def place_cells(self, const int[::1] cells not None):
+        """The tokens of the next decode go to these cells, which must be empty: int32 [n]."""
+        _check(a.kvmem_cells_place(self.context.memory(), &cells[0], <int>cells.shape[0]))
+
     def limit_pinned(self, size_t n_bytes):
         """Pin at most this much host memory from now on; what lies beyond is plain memory."""
         a.kvmem_host_limit_pinned(self._host, n_bytes)
@@ -234,6 +238,18 @@ cdef class LlamaPort(DevicePort):
     def rollback_bytes(self):
         """What of the recurrent state on the devices is there so that drafts can be taken back."""
         return a.kvmem_rollback_bytes(self.context.memory())
+
+
+def fail_cuda(int n, *, int count=1, bint loses_device=False):
+    """For tests: let calls to CUDA fail that copies and their buffers need, of any context.
+
+    n: the first of them, counted from now on; 0 disarms. count: how many fail. loses_device: in
+    place of the first the device breaks, for the rest of the process. Returns whether what was
+    armed before is still waiting. Without CUDA nothing is ever called.
+    """
+    if n < 0 or count < 1:
+        raise ValueError(f"n is {n} and count {count}, but must be at least 0 and 1")
+    return a.kvmem_cuda_fail(n, count, loses_device) != 0
 
 
 cdef int _check(int status) except -1:

@@ -6,6 +6,7 @@ cdef class Model:
     cdef int _n_contexts                # open ones
     cdef bint _is_closed
     cdef readonly object path
+    cdef readonly bint is_dry           # without weights
     cdef object _progress
     cdef object _interrupt
 

@@ -8,6 +8,7 @@ __all__ = ["Model"]
 
 class Model:
     path: Path
+    is_dry: bool
     def __init__(
         self,
         path: str | PathLike[str],
@@ -16,6 +17,7 @@ class Model:
         use_mmap: bool = True,
         use_mlock: bool = False,
         load_mtp: bool = False,
+        dry: bool = False,
         progress: Callable[[float], object] | None = None,
     ) -> None: ...
     def close(self) -> None: ...

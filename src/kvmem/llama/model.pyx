@@ -35,6 +35,7 @@ cdef class Model:
         use_mmap: map the file instead of reading it.
         use_mlock: keep it in RAM.
         load_mtp: also load the MTP block, where the model has one.
+        dry: without its weights, to ask what it would take (context.shares_of).
         progress: called with 0..1 while loading, on the calling thread.
 
     Raises:
@@ -42,23 +43,25 @@ cdef class Model:
     """
 
     def __init__(self, path, *, int n_gpu_layers=-1, bint use_mmap=True, bint use_mlock=False,
-                 bint load_mtp=False, object progress=None):
+                 bint load_mtp=False, bint dry=False, object progress=None):
         cdef c.llama_model_params params
         cdef bytes name
         cdef const char *c_name
         if self._ptr != NULL or self._is_closed:
             raise StateError("a Model is loaded once")
         self.path = Path(path)
+        self.is_dry = dry
         _check_is_gguf(self.path)
         runtime.ensure_started()
 
         params = c.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         params.load_mtp = load_mtp
-        if use_mmap:
+        if use_mmap and not dry:
             params.load_mode = c.LLAMA_LOAD_MODE_MMAP_MLOCK if use_mlock else c.LLAMA_LOAD_MODE_MMAP
         else:
             params.load_mode = c.LLAMA_LOAD_MODE_NONE
+        params.no_alloc = dry
         params.progress_callback = <c.llama_progress_callback>_on_progress
         params.progress_callback_user_data = <void *>self
         self._progress = progress
