@@ -29,12 +29,37 @@ def root() -> Path:
     return ROOT
 
 
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that uses `device` runs on each of them (tests/devices.py)."""
+    if "device" not in metafunc.fixturenames:
+        return
+    marker = metafunc.definition.get_closest_marker
+    names = ["gpu", "part"] if marker("part") else ["gpu"]
+    runs = [pytest.param(name, marks=pytest.mark.gpu) for name in names]
+    if not marker("gpu"):
+        runs.insert(0, pytest.param("cpu"))
+    metafunc.parametrize("device", runs, indirect=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With part of the layers on the GPU only what the marker names."""
+    items[:] = [item for item in items if _is_chosen(item)]
+
+
+def _is_chosen(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("part")
+    params = item.callspec.params if isinstance(item, pytest.Function) and marker else {}
+    if marker is None or params.get("device") != "part":
+        return True
+    return all(params[name] in chosen for name, chosen in marker.kwargs.items())
+
+
+@pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[devices.Device]:
-    """The device that the test's models run on: each test that uses it runs on both."""
+    """The device that the test's models run on: each test that uses it runs on all of them."""
     import devices  # it needs llama.cpp, which `make test-checks` builds kv without
 
-    if request.param == "gpu" and not devices.has_gpu():
+    if request.param != "cpu" and not devices.n_gpus():
         pytest.skip("this build of llama.cpp shows no GPU; `make test-gpu` builds one that does")
     with devices.running_on(request.param) as current:
         yield current

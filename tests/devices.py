@@ -1,7 +1,9 @@
 """Where the models of a test run: on the CPU, and the same test again on a GPU.
 
 A module that says `pytestmark = pytest.mark.usefixtures("device")` has each of its tests twice; the
-second one is marked `gpu`. What is built by `engines` and `stock` follows.
+second one is marked `gpu`. A test that is marked `part` runs a third time, with half of the layers
+on the GPU: `part(kind=["llama_64"])` for these of its parameters alone, as `-k` would choose them.
+What is built by `engines` and `stock` follows.
 
 CUDA multiplies F32 matrices in TF32, with ten bits behind the comma, and its flash attention adds
 up in F16: where tests compare with other arithmetic, `bound` gives the GPU a bound of its own.
@@ -11,22 +13,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final, Literal
+from pathlib import Path
+from typing import Final, Literal, get_args
 
 from kvmem.llama import runtime
+from kvmem.llama.model import Model
 
-Name = Literal["cpu", "gpu"]
+Name = Literal["cpu", "gpu", "part"]
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """n_gpu_layers: as ModelConfig has it."""
-
     name: Name
-    n_gpu_layers: int
+
+    def n_gpu_layers(self, path: Path) -> int:
+        """As ModelConfig has it, for this model. The output counts as a layer, behind the last."""
+        if self.name != "part":
+            return -1 if self.name == "gpu" else 0
+        with Model(path, n_gpu_layers=0) as model:
+            return (model.n_layer + model.n_layer_nextn) // 2 + 1
 
 
-DEVICES: Final[dict[Name, Device]] = {"cpu": Device("cpu", 0), "gpu": Device("gpu", -1)}
+DEVICES: Final[dict[Name, Device]] = {name: Device(name) for name in get_args(Name)}
 _current: ContextVar[Device] = ContextVar("device", default=DEVICES["cpu"])
 
 
@@ -34,13 +42,18 @@ def current() -> Device:
     return _current.get()
 
 
+def n_gpu_layers(path: Path) -> int:
+    """Of a model, on the device of the test."""
+    return current().n_gpu_layers(path)
+
+
 def bound(*, cpu: float, gpu: float) -> float:
     """A tolerance, by where the test runs."""
-    return gpu if current().name == "gpu" else cpu
+    return cpu if current().name == "cpu" else gpu
 
 
-def has_gpu() -> bool:
-    return any(device[2] == "gpu" for device in runtime.devices())
+def n_gpus() -> int:
+    return sum(device[2] == "gpu" for device in runtime.devices())
 
 
 @contextmanager

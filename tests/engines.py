@@ -55,7 +55,7 @@ def make_config(path: Path, **memory: Any) -> EngineConfig:
     if n_drafts:
         draft = DraftConfig(spec_type="draft-mtp", n_max=n_drafts, state=state, **least)
     return EngineConfig(
-        model=ModelConfig(path=path, n_gpu_layers=devices.current().n_gpu_layers, n_threads=1),
+        model=ModelConfig(path=path, n_gpu_layers=devices.n_gpu_layers(path), n_threads=1),
         memory=MemoryConfig(**{**SIZES, **memory}),
         draft=draft,
     )

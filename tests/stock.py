@@ -31,7 +31,7 @@ def stock_context(path: Path, n_seq_max: int = 1, **settings: object) -> Iterato
         "n_ubatch": SIZES["batch_tokens"],
     }
     with (
-        Model(path, n_gpu_layers=devices.current().n_gpu_layers) as model,
+        Model(path, n_gpu_layers=devices.n_gpu_layers(path)) as model,
         Context(model, n_seq_max=n_seq_max, **{**sizes, **settings}) as context,  # type: ignore[arg-type]
     ):
         yield context

@@ -40,7 +40,7 @@ def filled(
 ) -> Iterator[tuple[WorkingSet, list[bytes]]]:
     """N_BLOCKS of history, the newest open, and the bytes that each block had when it was full."""
     with (
-        Model(path, n_gpu_layers=devices.current().n_gpu_layers) as model,
+        Model(path, n_gpu_layers=devices.n_gpu_layers(path)) as model,
         Context(
             model, n_ctx=1024, n_cells=N_SLOTS * BLOCK, block_tokens=BLOCK, n_batch=BLOCK,
             type_k=types[0], type_v=types[1],
@@ -66,6 +66,7 @@ def filled(
         del working_set  # before the context, whose host memory it holds
 
 
+@pytest.mark.part(kind=["qwen3_64", "qwen35"], types=[("q8_0", "q8_0")])
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "lowest-slot"])
 @pytest.mark.parametrize("types", KV_TYPES, ids="-".join)
 @pytest.mark.parametrize("kind", ["llama", "qwen3_64", "qwen35"])

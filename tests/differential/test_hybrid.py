@@ -188,6 +188,7 @@ def live(path: Path, conversation: Callable[[], Iterator[Turn]], **memory: objec
     return replies
 
 
+@pytest.mark.part(kind=["qwen35"], conversation=[grow, trim])
 @pytest.mark.parametrize("conversation", CONVERSATIONS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_little_is_read_and_equals_stock_llama(
@@ -196,6 +197,7 @@ def test_little_is_read_and_equals_stock_llama(
     live(tiny(kind), conversation, budget_tokens=4096)
 
 
+@pytest.mark.part(kind=["qwen35"], conversation=[grow, trim])
 @pytest.mark.parametrize("conversation", CONVERSATIONS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_below_the_budget_it_equals_a_twin_that_reuses_nothing(
@@ -231,6 +233,7 @@ def test_a_damaged_checkpoint_is_seen(tiny_qwen35: Path) -> None:
         assert differs_from_stock(tiny_qwen35, recorded.calls) > 1e-4
 
 
+@pytest.mark.part
 def test_eviction_leaves_the_recurrent_state_alone(tiny_qwen35: Path) -> None:
     with record(tiny_qwen35) as recorded:
         recorded.session.read(random_tokens(700))
@@ -321,6 +324,7 @@ def test_a_state_that_cannot_be_restored_empties_the_session(
         assert_right_afterwards(recorded, tiny_qwen35)
 
 
+@pytest.mark.part
 def test_at_the_host_limit_it_is_right(tiny_qwen35: Path) -> None:
     """Checkpoints give way to blocks; beyond that there is an error, and no wrong state."""
     limit = 1 << 20

@@ -66,6 +66,7 @@ def assert_same(
     assert n_said == 3 * 19
 
 
+@pytest.mark.part(kind=["llama", "llama_64", "qwen35_64"])
 @pytest.mark.parametrize("types", KV_TYPES, ids="-".join)
 @pytest.mark.parametrize("kind", ATTENTION + HYBRID)
 def test_budget_over_history_is_stock_llama(
@@ -137,6 +138,7 @@ WITH_HEAD: list[tuple[str, dict[str, bool], int]] = [
 """Kind, changes, and of how many KV types the quick tests try it."""
 
 
+@pytest.mark.part(kind=["qwen35_mtp"], types=[KV_TYPES[1]])
 @pytest.mark.parametrize(
     ("kind", "changes", "types"),
     [

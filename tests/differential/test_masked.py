@@ -84,6 +84,7 @@ def test_small_budget_sees_its_blocks_and_no_others(
     check(tiny_llama, types, ordered)
 
 
+@pytest.mark.part(kind=["llama_64", "qwen3_64"])
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_small_budget_of_other_models(kind: str, tiny: Callable[..., Path]) -> None:
     check(tiny(kind), ("q8_0", "q8_0"), ordered=False)

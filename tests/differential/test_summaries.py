@@ -64,6 +64,7 @@ def rms(values: F64) -> float:
     return float(np.sqrt((values**2).mean()))
 
 
+@pytest.mark.part(kind=["qwen35", "qwen35_64"], kv_type=["f16", "q8_0"])
 @pytest.mark.parametrize("kv_type", TOLERANCE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_stored_keys_give_back_the_projection(
@@ -100,6 +101,7 @@ def test_stored_keys_give_back_the_projection(
             assert rms(got - means) < INT8 * np.abs(means).max() + noise
 
 
+@pytest.mark.part(kind=["qwen35", "qwen35_64"], kv_type=["f16", "q8_0"])
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tap_gives_back_the_projection(
@@ -119,6 +121,7 @@ def test_the_tap_gives_back_the_projection(
         assert query.tokens.tolist() == [asked[i] for i in rows]
 
 
+@pytest.mark.part
 def test_each_layer_has_its_own_keys_and_queries(tiny_llama: Path) -> None:
     """The second layer sees what attention over F16 keys made of the first: 1e-3."""
     weights = Weights(tiny_llama)
@@ -139,6 +142,7 @@ def test_each_layer_has_its_own_keys_and_queries(tiny_llama: Path) -> None:
             assert rms(got - want) / rms(want) < devices.bound(cpu=2e-3, gpu=5e-3)
 
 
+@pytest.mark.part
 def test_tapped_rows_are_those_of_batches_and_ubatches(tiny_llama: Path) -> None:
     """A query longer than a batch, in ubatches that divide nothing."""
     asked = random_tokens(250, seed=1)
