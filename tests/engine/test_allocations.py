@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import devices
 import pytest
 
 # A process of its own, as it counts from its start on. What llama.cpp allocates in a step is in the
@@ -17,6 +18,7 @@ import ctypes, json
 from collections import Counter
 from pathlib import Path
 from dataclasses import replace
+import devices
 import numpy as np
 from engines import N_PLAIN_TOKENS, make_config
 from kvmem.engine.engine import Engine
@@ -50,9 +52,8 @@ def selections(memory, rng):
         chosen = rng.choice(last, 5, replace=False)
         yield np.unique(np.append(chosen, last)).astype(np.int32)
 
-results = {{}}
-for name in ("kvmem", "plain"):
-    config = make_config({path!r}, workspace_tokens=4096)
+def measure(name):
+    config = make_config(Path({path!r}), workspace_tokens=4096)
     if name == "plain":
         memory = replace(config.memory, enabled=False, budget_tokens=None, reserve_tokens=None)
         config = replace(config, memory=memory)
@@ -69,6 +70,11 @@ for name in ("kvmem", "plain"):
             for selection in wanted + wanted:
                 session.apply(selection)
             results["apply"] = counted(lambda: [session.apply(one) for one in wanted])
+
+results = {{}}
+with devices.running_on({device!r}):
+    measure("kvmem")
+    measure("plain")
 print(json.dumps(results))
 """
 
@@ -84,11 +90,13 @@ def counter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen35"])
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("kind", ["llama_64", "qwen35"])
 def test_a_step_and_a_selection_allocate_nothing(
     kind: str, tiny: Callable[..., Path], counter: Path, root: Path, tmp_path: Path
 ) -> None:
-    code = MEASURE.format(path=str(tiny(kind)), log=str(tmp_path / "log.txt"))
+    names = {"path": str(tiny(kind)), "log": str(tmp_path / "log.txt")}
+    code = MEASURE.format(**names, device=devices.current().name)
     env = {**os.environ, "LD_PRELOAD": str(counter)}
     env["PYTHONPATH"] = os.pathsep.join([str(root / "tests"), *sys.path])
     ran = subprocess.run(
