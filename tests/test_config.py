@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from kvmem.config import MemoryConfig, MemoryFacts, ModelConfig, PoolSizes, ServerConfig
+from kvmem.config import MemoryConfig, MemoryFacts, ModelConfig, Place, PoolSizes, ServerConfig
 from kvmem.errors import ConfigError
 
 GIB = 1 << 30
+MIB = 1 << 20
+HOST = Place(name="", free_bytes=8 * GIB, total_bytes=16 * GIB, kv_bytes_per_token=1024)
 FACTS = MemoryFacts(
     trained_tokens=8192,
     kv_bytes_per_token=1024,
     host_bytes_per_token=1100,
-    free_device_bytes=8 * GIB,
-    device_bytes=16 * GIB,
+    places=(HOST,),
     free_host_bytes=8 * GIB,
     host_bytes=16 * GIB,
-    shared=True,
 )
 
 
@@ -105,7 +105,7 @@ def test_a_tiny_workspace_still_has_room_beside_the_sink() -> None:
 
 
 def test_a_small_device_gets_half_of_what_is_free() -> None:
-    pool = sizes(replace(FACTS, free_device_bytes=4 << 20))
+    pool = sizes(replace(FACTS, places=(replace(HOST, free_bytes=4 << 20),)))
     assert pool.pool_tokens == 2048
     assert pool.reserve_tokens == 512  # a quarter
 
@@ -140,7 +140,7 @@ def test_more_than_the_machine_has_is_refused() -> None:
 
 def test_a_device_without_room_is_named() -> None:
     with pytest.raises(ConfigError, match=r"budget_tokens is auto, .* a block needs 131072"):
-        sizes(replace(FACTS, free_device_bytes=1000))
+        sizes(replace(FACTS, places=(replace(HOST, free_bytes=1000),)))
 
 
 def test_a_workspace_above_the_trained_length_is_warned_of(

@@ -6,13 +6,13 @@ Every broken rule raises ConfigError with the setting, its value and the rule.
 
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
 from kvmem.errors import ConfigError
 from kvmem.server_config import ServerConfig
+from kvmem.sizes import MemoryFacts, Place, PoolSizes, resolve
 
 __all__ = [
     "DraftConfig",
@@ -23,6 +23,7 @@ __all__ = [
     "MemoryConfig",
     "MemoryFacts",
     "ModelConfig",
+    "Place",
     "PoolSizes",
     "QueryPolicy",
     "QueryReplay",
@@ -41,12 +42,6 @@ SpecType = Literal["none", "draft-mtp"]
 DraftState = Literal["snapshots", "replay"]
 
 MAX_DRAFTS = 5
-MAX_AUTO_RESERVE_TOKENS = 16_384
-DEFAULT_RECENT_TOKENS = 128
-SHARED_POOL_FRACTION = 0.5  # pool and host store live in the same RAM: half each
-DEVICE_POOL_FRACTION = 0.9  # the rest is left to compute buffers and to other programs
-HOST_FRACTION = 0.5
-GIB = 1 << 30
 
 _log = logging.getLogger(__name__)
 
@@ -86,70 +81,6 @@ class ModelConfig:
     def threads_batch(self) -> int:
         """Threads of a prefill batch: as in decode unless given."""
         return self.n_threads_batch or self.threads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryFacts:
-    """What `MemoryConfig.resolve` must know of the model and the machine.
-
-    trained_tokens: the context length that the model was trained for.
-    kv_bytes_per_token: K and V rows of one token over all attention layers, in the chosen types,
-        those of the draft head included.
-    host_bytes_per_token: the same in the host store, with summaries and tables, rounded up.
-    free_device_bytes: what is free where the pool will live, weights and recurrent states already
-        taken off.
-    device_bytes, host_bytes: all memory of the device and of the machine.
-    shared: the pool lives in host memory too (CPU back end).
-    checkpoint_bytes: one recurrent state and what goes back with it; 0 for a model without.
-    state_device_bytes: all that is on the device for the state. rollback_bytes: what of it is there
-        so that drafts can be taken back.
-    draft_bytes_per_token: the draft head's part of kv_bytes_per_token.
-    """
-
-    trained_tokens: int
-    kv_bytes_per_token: int
-    host_bytes_per_token: int
-    free_device_bytes: int
-    device_bytes: int
-    free_host_bytes: int
-    host_bytes: int
-    shared: bool
-    checkpoint_bytes: int = 0
-    state_device_bytes: int = 0
-    rollback_bytes: int = 0
-    draft_bytes_per_token: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSizes:
-    """Every size of the memory, resolved. `sources` says where each value came from."""
-
-    workspace_tokens: int
-    block_tokens: int
-    n_budget_blocks: int
-    n_reserve_blocks: int
-    n_sink_blocks: int
-    n_recent_blocks: int
-    host_limit_bytes: int
-    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
-
-    @property
-    def budget_tokens(self) -> int:
-        return self.n_budget_blocks * self.block_tokens
-
-    @property
-    def reserve_tokens(self) -> int:
-        return self.n_reserve_blocks * self.block_tokens
-
-    @property
-    def n_slots(self) -> int:
-        """Blocks that the device pool holds."""
-        return self.n_budget_blocks + self.n_reserve_blocks
-
-    @property
-    def pool_tokens(self) -> int:
-        """Cells of the device pool; the workspace plays no part once the budget is given."""
-        return self.n_slots * self.block_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,9 +187,9 @@ class MemoryConfig:
         if self.host_limit_bytes is not None:
             _at_least("host_limit_bytes", self.host_limit_bytes, 1)
         if self.budget_tokens is not None:
-            self._check_pins(self.budget_tokens)
+            self.check_pins(self.budget_tokens)
 
-    def _check_pins(self, budget_tokens: int) -> None:
+    def check_pins(self, budget_tokens: int) -> None:
         """What is always visible must leave room for what is chosen."""
         sink = self.n_sink_blocks * self.block_tokens
         if max(sink, self.sink_tokens) >= budget_tokens:
@@ -298,113 +229,18 @@ class MemoryConfig:
         """Blocks of the reserve; None while it is to be chosen."""
         return None if self.reserve_tokens is None else self.reserve_tokens // self.block_tokens
 
-    def resolve(self, facts: MemoryFacts) -> PoolSizes:
-        """Choose what was left to us. Raises ConfigError where the machine cannot give it."""
-        sources: dict[str, str] = {}
-        workspace = self.workspace_tokens
-        sources["workspace_tokens"] = "given"
-        if workspace is None:
-            workspace = facts.trained_tokens
-            sources["workspace_tokens"] = "auto: the trained length"
-        elif workspace > facts.trained_tokens:
+    def resolve(self, facts: MemoryFacts, most_tokens: int | None = None) -> PoolSizes:
+        """Choose what was left to us. Raises ConfigError where the machine cannot give it.
+
+        most_tokens: a pool that is chosen is not larger.
+        """
+        if self.workspace_tokens is not None and self.workspace_tokens > facts.trained_tokens:
             _log.warning(
                 "workspace_tokens=%d is above the %d tokens that the model was trained for",
-                workspace,
+                self.workspace_tokens,
                 facts.trained_tokens,
             )
-        budget_blocks, reserve_blocks = self._resolve_pool(workspace, facts, sources)
-        self._check_pins(budget_blocks * self.block_tokens)
-        recent = DEFAULT_RECENT_TOKENS if self.recent_tokens is None else self.recent_tokens
-        recent_blocks = min(
-            -(-recent // self.block_tokens), max(0, budget_blocks - self.n_sink_blocks - 1)
-        )
-        sources["n_recent_blocks"] = "auto: 128" if self.recent_tokens is None else "given"
-        sources["n_sink_blocks"] = "given" if self.sink_tokens else "auto: one block"
-        sources["block_tokens"] = "given" if self.block_tokens != 128 else "default"
-        return PoolSizes(
-            workspace_tokens=workspace,
-            block_tokens=self.block_tokens,
-            n_budget_blocks=budget_blocks,
-            n_reserve_blocks=reserve_blocks,
-            n_sink_blocks=self.n_sink_blocks,
-            n_recent_blocks=recent_blocks,
-            host_limit_bytes=self._resolve_host(facts, budget_blocks + reserve_blocks, sources),
-            sources=sources,
-        )
-
-    def _resolve_pool(
-        self, workspace: int, facts: MemoryFacts, sources: dict[str, str]
-    ) -> tuple[int, int]:
-        """Blocks of budget and reserve."""
-        # beside the sink and the block that is written, a budget needs one to look back at
-        whole = max(-(-workspace // self.block_tokens), self.n_sink_blocks + 2)
-        block_bytes = self.block_tokens * facts.kv_bytes_per_token
-        reserve = self.reserve_blocks
-        sources["reserve_tokens"] = "given"
-        sources["budget_tokens"] = "given"
-        budget = self.budget_blocks
-        if budget is None:
-            fraction = SHARED_POOL_FRACTION if facts.shared else DEVICE_POOL_FRACTION
-            pool = int(fraction * facts.free_device_bytes) // block_bytes
-            if pool >= whole + (reserve or 1):
-                budget = whole
-                sources["budget_tokens"] = "auto: the whole workspace fits"
-            else:
-                budget = pool - (reserve or self._auto_reserve(pool))
-                sources["budget_tokens"] = f"auto: {fraction:.0%} of the free device memory"
-            if budget < 1:
-                raise ConfigError(
-                    "budget_tokens",
-                    "auto",
-                    f"at least one block, but {facts.free_device_bytes} bytes are free on the "
-                    f"device and a block needs {block_bytes}",
-                )
-        if reserve is None:
-            if budget >= whole:
-                reserve = 1
-                sources["reserve_tokens"] = "auto: one block, the budget holds the workspace"
-            else:
-                reserve = self._auto_reserve(budget * 4 // 3)
-                sources["reserve_tokens"] = "auto: 25 % of the pool, at most 16,384"
-        if (budget + reserve) * block_bytes > facts.free_device_bytes:
-            most = max(0, facts.free_device_bytes // block_bytes - reserve) * self.block_tokens
-            raise ConfigError(
-                "budget_tokens",
-                budget * self.block_tokens,
-                f"at most {most} beside a reserve of {reserve * self.block_tokens} "
-                f"({facts.free_device_bytes / GIB:.1f} of the device's "
-                f"{facts.device_bytes / GIB:.1f} GiB are free)",
-            )
-        return budget, reserve
-
-    def _auto_reserve(self, pool_blocks: int) -> int:
-        """A quarter of the pool, at least a block, at most 16,384 tokens."""
-        return max(1, min(pool_blocks // 4, MAX_AUTO_RESERVE_TOKENS // self.block_tokens))
-
-    def _resolve_host(self, facts: MemoryFacts, pool_blocks: int, sources: dict[str, str]) -> int:
-        least = self.block_tokens * facts.host_bytes_per_token
-        if self.host_limit_bytes is not None:
-            sources["host_limit_bytes"] = "given"
-            given = self.host_limit_bytes
-            if not least <= given <= facts.host_bytes:
-                raise ConfigError(
-                    "host_limit_bytes",
-                    given,
-                    f"from {_size(least)} (a block) to the machine's {_size(facts.host_bytes)}",
-                )
-            return given
-        free = facts.free_host_bytes
-        if facts.shared:
-            free -= pool_blocks * self.block_tokens * facts.kv_bytes_per_token
-        sources["host_limit_bytes"] = f"auto: {HOST_FRACTION:.0%} of the free host memory"
-        if HOST_FRACTION * free < least:
-            raise ConfigError(
-                "host_limit_bytes",
-                "auto",
-                f"at least {_size(least)} (a block), but {_size(max(0, free))} are "
-                "left beside the pool",
-            )
-        return int(HOST_FRACTION * free)
+        return resolve(self, facts, most_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -476,10 +312,6 @@ class EngineConfig:
         if self.draft.type_v not in FLOAT_KV_TYPES and self.memory.flash_attn == "off":
             rule = f"on or auto with spec_draft_type_v={self.draft.type_v}"
             raise ConfigError("flash_attn", "off", rule)
-
-
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= GIB else f"{n_bytes / (1 << 20):.2g} MiB"
 
 
 def _at_least(setting: str, value: int, least: int) -> None:

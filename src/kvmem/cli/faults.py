@@ -188,7 +188,8 @@ def describe(error: Exception, *, command: str) -> tuple[str, int]:
         hint = "" if "; try " in str(error) else "; try another file"
         return f"error: {error}{hint}", FAILED
     if isinstance(error, CapacityError):
-        return f"error: {error}; try kvmem plan to see what fits", FAILED
+        hint = "" if "; try " in str(error) else "; try kvmem plan to see what fits"
+        return f"error: {in_flags(str(error))}{hint}", FAILED
     if isinstance(error, KvmemError):
         return f"error: {error}; try kvmem {command} --help", FAILED
     return f"error: {type(error).__name__}: {error}; try again with --verbose", FAILED

@@ -1,7 +1,7 @@
 """`kvmem plan`: what a configuration takes, and where each value comes from."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from typer import Option
@@ -124,14 +124,19 @@ def make_plan(config: EngineConfig) -> Plan:
 
     Raises ModelError and ConfigError as a start would.
     """
-    with Model(
-        config.model.path, n_gpu_layers=0, use_mmap=True, load_mtp=config.draft.enabled
-    ) as model:
+    load_mtp = config.draft.enabled
+    with (
+        Model(config.model.path, n_gpu_layers=0, use_mmap=True, load_mtp=load_mtp) as model,
+        # where its layers would lie; the first tells what only the graph of a real one knows
+        Model(
+            config.model.path,
+            n_gpu_layers=config.model.n_gpu_layers,
+            load_mtp=load_mtp,
+            dry=True,
+        ) as placed,
+    ):
         calibration = find(config)
-        facts = memory_facts(model, config, calibration.calibration)
-        if not facts.shared:  # the weights are not on the device now
-            free = max(0, facts.free_device_bytes - model.size_bytes)
-            facts = replace(facts, free_device_bytes=free)
+        facts = memory_facts(model, config, calibration.calibration, placed=placed)
         return Plan(
             config=config,
             model=_describe(model),

@@ -6,11 +6,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvmem.config import EngineConfig, MemoryConfig, MemoryFacts, ModelConfig, PoolSizes
+from kvmem.config import EngineConfig, MemoryFacts, ModelConfig, PoolSizes
 from kvmem.engine.calibration import Found, find
 from kvmem.engine.conversations import Conversations
 from kvmem.engine.draft import Drafter, make_drafter
 from kvmem.engine.facts import memory_facts
+from kvmem.engine.fit import make_fitting
 from kvmem.engine.memory import Memory, PlainMemory, TieredMemory
 from kvmem.engine.session import Session
 from kvmem.engine.turns import Turns
@@ -57,14 +58,16 @@ class Engine:
             self.vocab = Vocab(self.model)
             self.calibration: Found = find(config)
             self.facts: MemoryFacts = memory_facts(self.model, config, self.calibration.calibration)
-            self.sizes: PoolSizes = config.memory.resolve(self.facts)
-            self._memory = self._make_memory(config, config.memory)
+            self.sizes: PoolSizes
+            self.sizes, self._memory = make_fitting(
+                self.model, config, self.facts, self._make_memory
+            )
         except BaseException:
             self.close()
             raise
 
-    def _make_memory(self, config: EngineConfig, memory: MemoryConfig) -> Memory:
-        sizes = self.sizes
+    def _make_memory(self, sizes: PoolSizes) -> Memory:
+        config, memory = self.config, self.config.memory
         if memory.enabled and sizes.n_budget_blocks < 2:
             raise ConfigError(
                 "budget_tokens",

@@ -4,18 +4,20 @@ The model as it is loaded, and the machine as it is now.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from kvmem.config import EngineConfig, MemoryConfig, MemoryFacts
+from kvmem.config import EngineConfig, MemoryConfig, MemoryFacts, Place
 from kvmem.engine.calibration import Calibration, scoring
 from kvmem.kv.layout import KV_TYPES, KvLayout
 from kvmem.kv.slabs import record_bytes
 from kvmem.llama import runtime
-from kvmem.llama.context import Context
+from kvmem.llama.context import Context, Share, shares_of
 from kvmem.llama.draft import DraftContext
 from kvmem.llama.memory import LlamaPort
 from kvmem.llama.model import Model
+from kvmem.sizes import largest_pool, workspace_of
 
 __all__ = ["Probe", "host_bytes_per_token", "memory_facts", "probe"]
 
@@ -24,6 +26,11 @@ TOKEN_BYTES = 20 + 4
 BLOCK_BYTES = 8
 
 PROBE_TOKENS = 16
+
+# Two buffers of a CUDA device's copies (adapter/kvmem-transfer.cu).
+STAGING_BYTES = 2 * (64 << 20)
+# Times that the graphs of a pool are measured, each closer to the largest that fits.
+N_MEASURES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,43 +96,139 @@ def host_bytes_per_token(layout: KvLayout, calibration: Calibration | None, scor
 
 
 def memory_facts(
-    model: Model, config: EngineConfig, calibration: Calibration | None = None
+    model: Model,
+    config: EngineConfig,
+    calibration: Calibration | None = None,
+    *,
+    placed: Model | None = None,
 ) -> MemoryFacts:
-    """Facts for MemoryConfig.resolve. The model is loaded, so its weights are not in the free
-    memory any more.
+    """Facts for MemoryConfig.resolve.
+
+    placed: the model as a start would load it, dry, where `model` is not loaded like that.
 
     Raises ModelError as `probe` does.
     """
     memory = config.memory
-    checkpoint_bytes = states = rollback_bytes = draft_bytes = 0
-    if memory.enabled:
-        found = probe(model, config)
-        kv_bytes = found.layout.payload_bytes // memory.block_tokens
-        host_bytes = host_bytes_per_token(found.layout, calibration, memory.scorer)
-        checkpoint_bytes, states = found.checkpoint_bytes, found.state_device_bytes
-        rollback_bytes = found.rollback_bytes
-        draft_bytes = found.draft_bytes // memory.block_tokens
-    else:
-        kv_bytes = host_bytes = _estimate_kv_bytes(model, memory)
+    placed = placed or model
     machine_free, machine_total = _host_memory()
-    gpus = [device for device in runtime.devices() if device[2] == "gpu"]
-    on_gpu = bool(gpus) and config.model.n_gpu_layers != 0
+    if not memory.enabled:
+        kv_bytes = _estimate_kv_bytes(model, memory)
+        return MemoryFacts(
+            trained_tokens=model.n_ctx_train,
+            kv_bytes_per_token=kv_bytes,
+            host_bytes_per_token=kv_bytes,
+            places=(_plain_place(config, kv_bytes, machine_free, machine_total),),
+            free_host_bytes=machine_free,
+            host_bytes=machine_total,
+        )
+    found = probe(model, config)
+    places = _Measure(placed, config, machine_free, machine_total).places()
     return MemoryFacts(
         trained_tokens=model.n_ctx_train,
-        kv_bytes_per_token=kv_bytes,
-        host_bytes_per_token=host_bytes,
-        free_device_bytes=max(
-            0, (sum(gpu[3] for gpu in gpus) if on_gpu else machine_free) - states
-        ),
-        device_bytes=sum(gpu[4] for gpu in gpus) if on_gpu else machine_total,
+        kv_bytes_per_token=found.layout.payload_bytes // memory.block_tokens,
+        host_bytes_per_token=host_bytes_per_token(found.layout, calibration, memory.scorer),
+        places=places,
         free_host_bytes=machine_free,
         host_bytes=machine_total,
-        shared=not on_gpu,
-        checkpoint_bytes=checkpoint_bytes,
-        state_device_bytes=states,
-        rollback_bytes=rollback_bytes,
-        draft_bytes_per_token=draft_bytes,
+        checkpoint_bytes=found.checkpoint_bytes,
+        state_device_bytes=found.state_device_bytes,
+        rollback_bytes=found.rollback_bytes,
+        draft_bytes_per_token=found.draft_bytes // memory.block_tokens,
     )
+
+
+class _Measure:
+    """Where a pool lies, and what is taken beside it.
+
+    llama.cpp's graphs grow with the pool, and at no size faster than at a larger one: the line
+    between two sizes is never below what a size between them takes.
+    """
+
+    def __init__(
+        self, model: Model, config: EngineConfig, machine_free: int, machine_total: int
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._host = (machine_free, machine_total)
+
+    def places(self) -> tuple[Place, ...]:
+        """For every pool up to the largest that could be chosen."""
+        memory = self._config.memory
+        block = memory.block_tokens
+        high = largest_pool(memory, self._model.n_ctx_train)
+        above = self._at(high)
+        if all(place.most_tokens() >= high for place in above if place.kv_bytes_per_token):
+            below, low = above, high
+        else:
+            free = min(p.free_bytes // p.kv_bytes_per_token for p in above if p.kv_bytes_per_token)
+            high = max(block, min(high, free // block * block))
+            low = block
+            above, below = self._at(high), self._at(low)
+        for _ in range(N_MEASURES - 1):
+            places = tuple(_between(*pair, low, high) for pair in zip(below, above, strict=True))
+            fits = [place.most_tokens(keep_bytes=place.headroom_bytes)
+                    for place in places if place.kv_bytes_per_token]  # fmt: skip
+            nearer = min(min(fits) // block * block, high)
+            if nearer <= low:
+                break
+            low, below = nearer, self._at(nearer)
+        return tuple(_between(*pair, low, high) for pair in zip(below, above, strict=True))
+
+    def _at(self, n_tokens: int) -> list[Place]:
+        """With a pool of this size, each device in the same order."""
+        shares = shares_of(self._model, n_cells=n_tokens, **self._settings())
+        return sorted((self._place(share, n_tokens) for share in shares), key=lambda p: p.name)
+
+    def _settings(self) -> dict[str, Any]:
+        memory, draft = self._config.memory, self._config.draft
+        return {
+            "n_ctx": workspace_of(memory, self._model.n_ctx_train),
+            "n_batch": memory.batch_tokens,
+            "n_ubatch": memory.ubatch,
+            "type_k": memory.type_k,
+            "type_v": memory.type_v,
+            "flash_attn": "off" if memory.flash_attn == "off" else "on",
+            "n_rs_seq": draft.n_rollback,
+            "replay": draft.replays,
+            "draft_types": (draft.type_k, draft.type_v) if draft.enabled else None,
+        }
+
+    def _place(self, share: Share, n_tokens: int) -> Place:
+        free, total = (share.free, share.total) if share.device else self._host
+        is_mapped = not share.device and self._config.model.use_mmap
+        if self._model.is_dry and not is_mapped:
+            free -= share.weights
+        return Place(
+            name=share.device,
+            free_bytes=max(0, free),
+            total_bytes=total,
+            weight_bytes=share.weights,
+            kv_bytes_per_token=-(-share.cells // n_tokens),
+            state_bytes=share.states,
+            staging_bytes=min(STAGING_BYTES, 2 * share.cells) if share.device else 0,
+            compute_bytes=share.compute,
+        )
+
+
+def _between(below: Place, above: Place, low: int, high: int) -> Place:
+    """What it takes for pools of up to `high` tokens, from what it takes for two."""
+    slope = (above.compute_bytes - below.compute_bytes) / (high - low) if high > low else 0.0
+    return replace(
+        above,
+        compute_bytes=below.compute_bytes,
+        compute_tokens=low,
+        compute_bytes_per_token=max(0.0, slope),
+    )
+
+
+def _plain_place(config: EngineConfig, kv_bytes: int, free: int, total: int) -> Place:
+    """Of plain llama.cpp: the whole cache, on the GPUs if there are some."""
+    gpus = [device for device in runtime.devices() if device[2] == "gpu"]
+    name = ""
+    if gpus and config.model.n_gpu_layers != 0:
+        name = gpus[0][0]
+        free, total = sum(gpu[3] for gpu in gpus), sum(gpu[4] for gpu in gpus)
+    return Place(name=name, free_bytes=free, total_bytes=total, kv_bytes_per_token=kv_bytes)
 
 
 def _estimate_kv_bytes(model: Model, memory: MemoryConfig) -> int:

@@ -1,0 +1,114 @@
+"""The pool at the start: it is tried, and smaller where a device has less than was counted on."""
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from kvmem.config import EngineConfig, MemoryFacts, PoolSizes
+from kvmem.engine.memory import Memory, TieredMemory
+from kvmem.errors import CapacityError, ConfigError, HostCapacityError
+from kvmem.llama.model import Model
+
+__all__ = ["make_fitting", "run_largest"]
+
+# Less than this free on a GPU, and its back end ends the process at the first batch: it has no
+# other way to say that its own buffers cannot grow.
+LEAST_FREE_BYTES = 64 << 20
+
+_log = logging.getLogger(__name__)
+
+
+def make_fitting(
+    model: Model, config: EngineConfig, facts: MemoryFacts, make: Callable[[PoolSizes], Memory]
+) -> tuple[PoolSizes, Memory]:
+    """What `make` gives for the sizes that follow; an automatic pool shrinks until it does.
+
+    Raises CapacityError that says what to ask for instead.
+    """
+    memory = config.memory
+    sizes = memory.resolve(facts)
+    while True:
+        try:
+            made = make(sizes)
+            if isinstance(made, TieredMemory):
+                try:
+                    rehearse(made)
+                except BaseException:
+                    made.close()
+                    raise
+            return sizes, made
+        except HostCapacityError:
+            raise
+        except CapacityError as error:
+            smaller = None
+            if memory.enabled and memory.budget_tokens is None:
+                smaller = _smaller(config, facts, sizes)
+            if smaller is None:
+                raise CapacityError(f"{error}; try {_advice(model, config, sizes)}") from error
+            _log.warning(
+                "a pool of %d tokens did not fit after all, so it is %d: %s",
+                sizes.pool_tokens,
+                smaller.pool_tokens,
+                error,
+            )
+            sizes = smaller
+
+
+def _smaller(config: EngineConfig, facts: MemoryFacts, sizes: PoolSizes) -> PoolSizes | None:
+    """The next pool to try; None where there is none."""
+    try:
+        found = config.memory.resolve(facts, sizes.pool_tokens * 7 // 8)
+    except ConfigError:
+        return None
+    return found if found.n_budget_blocks >= 2 and found.n_slots < sizes.n_slots else None
+
+
+def _advice(model: Model, config: EngineConfig, sizes: PoolSizes) -> str:
+    """Settings that take less of the device."""
+    memory = config.memory
+    ways = [f"ubatch_tokens={memory.ubatch // 2}"] if memory.ubatch >= 64 else []
+    if not memory.enabled:
+        ways.insert(0, f"workspace_tokens={sizes.workspace_tokens * 3 // 4}")
+    elif sizes.n_budget_blocks > 2:
+        budget = max(2, sizes.n_budget_blocks * 3 // 4) * sizes.block_tokens
+        ways.insert(0, f"budget_tokens={budget}")
+    if config.model.n_gpu_layers != 0:
+        n_most = model.n_layer + model.n_layer_nextn + 1  # the output counts, too
+        n_layers = config.model.n_gpu_layers if config.model.n_gpu_layers > 0 else n_most
+        ways.append(f"n_gpu_layers={min(n_layers, n_most) * 7 // 8}")
+    return " or ".join([", ".join(ways[:-1]), ways[-1]] if len(ways) > 1 else ways)
+
+
+def rehearse(memory: TieredMemory) -> None:
+    """Let a GPU take now what its back end takes at run time: it cannot say then that there is no
+    more.
+
+    Raises CapacityError, before it is asked, where next to nothing is free.
+    """
+    devices = [share for share in memory.context.shares() if share.device]
+    for share in devices:
+        if share.free < LEAST_FREE_BYTES:
+            raise CapacityError(
+                f"{share.device} has {share.free >> 20} MiB left beside the pool, and needs "
+                f"{LEAST_FREE_BYTES >> 20} to run"
+            )
+    if devices:
+        run_largest(memory)
+
+
+def run_largest(memory: TieredMemory) -> None:
+    """Decode the largest batch and a step in the last cells of an empty pool, so that attention
+    goes over all of it, and forget them.
+    """
+    context, n_cells = memory.context, memory.port.n_slots * memory.block_tokens
+    n_batch = min(context.n_ubatch, n_cells - 1, context.n_ctx - 1)
+    for n, start in ((n_batch, 0), (1, n_batch)):
+        pos = np.arange(start, start + n, dtype=np.int32)
+        cells = n_cells - 1 - pos
+        tokens = np.zeros(n, np.int32)
+        memory.port.place_cells(cells)
+        context.decode(tokens, pos)
+        if memory.drafter is not None:
+            memory.drafter.follow(cells, tokens, pos)
+    memory.clear_device()
