@@ -22,8 +22,12 @@ llama_context_params kvmem_draft_params(llama_context_params params) {
     return params;
 }
 
+void kvmem_keep_hidden_rows(llama_context * ctx) {
+    llama_set_embeddings_nextn(ctx, true, /*masked =*/false);
+}
+
 void kvmem_draft_link(llama_context * leader, llama_context * head) {
-    llama_set_embeddings_nextn(leader, true, /*masked =*/false);
+    kvmem_keep_hidden_rows(leader);
     llama_set_embeddings_nextn(head, true, /*masked =*/true);
 }
 

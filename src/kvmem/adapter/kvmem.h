@@ -180,6 +180,8 @@ KVMEM_API int kvmem_tap_end(kvmem_memory * memory);
 // for the types of K and V. Either context may be freed first; without the follower no rows can be copied.
 KVMEM_API int kvmem_draft_init(kvmem_memory * leader, struct llama_model * model,
         const struct llama_context_params * params, struct llama_context ** ctx, kvmem_memory ** follower);
+// What it does to the leader alone, for a context without tiers that is to compute the same graph.
+KVMEM_API void kvmem_keep_hidden_rows(struct llama_context * ctx);
 // The follower's memory, or NULL
 KVMEM_API kvmem_memory * kvmem_follower(kvmem_memory * leader);
 // Whether both hold the same positions in the same cells

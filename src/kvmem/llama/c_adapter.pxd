@@ -120,6 +120,7 @@ cdef extern from "kvmem.h" nogil:
     int kvmem_draft_init(kvmem_memory *leader, llama_model *model,
                          const llama_context_params *params, llama_context **ctx,
                          kvmem_memory **follower)
+    void kvmem_keep_hidden_rows(llama_context *ctx)
     kvmem_memory *kvmem_follower(kvmem_memory *leader)
     int kvmem_follower_agrees(const kvmem_memory *leader)
     const float *kvmem_hidden_rows(const kvmem_memory *leader)

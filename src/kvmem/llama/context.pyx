@@ -337,6 +337,10 @@ cdef class Context:
     # The calls below act on a stock context: a placeable memory is managed by its port.
 
     def clear(self):
+    def keep_hidden_rows(self):
+        """From now on run the last layer over all tokens of a batch, as a draft head needs."""
+        a.kvmem_keep_hidden_rows(self.get())
+
         """Forget every token."""
         c.llama_memory_clear(c.llama_get_memory(self.get()), False)
 
