@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,25 +181,32 @@ def cancels(name: str, system: System, repeats: int = 10) -> Row:
 
 
 def states(systems: dict[str, System], repeats: int = 9) -> Iterator[Row]:
-    """A recurrent state to the host and back."""
+    """A recurrent state to the host and back, as checkpoints have it, and to a device copy."""
     for name, system in systems.items():
-        context = system.engine.tiered.context
-        memory = HostMemory(system.engine.tiered.port, state_bytes(context))
-        state = np.asarray(memoryview(memory))  # as checkpoints have it
-        for what, move in (("save", save_state), ("restore", restore_state)):
-            seconds = []
-            for _ in range(repeats):
-                started = time.perf_counter()
-                move(context, state)
-                seconds.append(time.perf_counter() - started)
-            yield {
-                "what": f"{what} a state",
-                "system": name,
-                "MiB": len(state) / 2**20,
-                "ms": 1e3 * statistics.median(seconds),
-                "GB/s": len(state) / statistics.median(seconds) / 1e9,
-                "n": repeats,
-            }
+        memory = system.engine.tiered
+        for on_device in (False, True):
+            before = gpu_used_bytes()
+            n_bytes = state_bytes(memory.context, on_device=on_device)
+            state = np.asarray(memoryview(HostMemory(memory.port, n_bytes)))
+            save = partial(save_state, memory.context, state, on_device=on_device)
+            restore = partial(
+                restore_state, memory.context, state, memory.n_tokens, on_device=on_device
+            )
+            for what, move in (("save", save), ("restore", restore)):
+                seconds = []
+                for _ in range(repeats):
+                    started = time.perf_counter()
+                    move()
+                    seconds.append(time.perf_counter() - started)
+                yield {
+                    "what": f"{what} a state",
+                    "system": name,
+                    "kept on": "device" if on_device else "host",
+                    "host MiB": n_bytes / 2**20,
+                    "GPU MiB": (gpu_used_bytes() - before) / 2**20,
+                    "ms": 1e3 * statistics.median(seconds),
+                    "n": repeats,
+                }
 
 
 def play(systems: dict[str, System], n_tokens: int, repeats: int, stats: Stats) -> None:

@@ -18,6 +18,7 @@ from kvmem.engine.memory import TieredMemory
 from kvmem.engine.prompt import Prompt, positions_behind, text_positions
 from kvmem.engine.room import make_room
 from kvmem.engine.sampling import GenerateParams
+from kvmem.errors import Cancelled
 
 EXACT: dict[str, Any] = {"ordered": True, "type_k": "f16", "type_v": "f16", "n_drafts": 3}
 JUMPS = ((70, 0), (50, 7), (33, 100), (90, 1))
@@ -139,3 +140,34 @@ def what_follows(memory: TieredMemory, seen: tuple[int, ...]) -> list[NDArray[An
     assert memory.n_tokens == start
     np.testing.assert_array_equal(memory.drafter.hidden, hidden)
     return [drafts, logits]
+
+
+class OnePosition:
+    """A port that has the position of the last token for that of any state, as within an image."""
+
+    def __init__(self, memory: TieredMemory) -> None:
+        self._port, self._working_set = memory.port, memory.working_set
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "recurrent_pos":
+            return self._working_set.pos[-1, 0] if self._working_set.n_tokens else -1
+        return getattr(self._port, name)
+
+
+@pytest.mark.parametrize("is_behind", [False, True], ids=["before", "behind"])
+def test_a_cancel_is_told_by_tokens_where_positions_are_one(
+    is_behind: bool, tiny_qwen35: Path
+) -> None:
+    """Rows of an image may be cut into two batches; llama.cpp takes text at new positions alone."""
+    tokens = np.array(HISTORY[:80], np.int32)
+    with record(tiny_qwen35, budget_tokens=1024) as recorded:
+        memory, context = recorded.memory, recorded.context
+        memory.port = OnePosition(memory)  # type: ignore[assignment]
+        memory.decode(tokens[:40])
+        memory.save_checkpoint()
+        memory.decode(tokens[40:60])
+        context.stop_at, context.stop_behind = 1, is_behind
+        with pytest.raises(Cancelled):
+            memory.decode(tokens[60:])
+        assert memory.n_tokens == context.n_seen == (40 if is_behind else 60)
+        memory.check()

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import random_tokens, record
+from engines import ask, random_tokens, record
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from stock import stock_context
 
 from kvmem.engine import checkpoint as module
+from kvmem.engine import memory as memory_module
 from kvmem.engine.checkpoint import MAX_CHECKPOINTS, Checkpoints
 from kvmem.kv.budget import Charge, HostBudget
 from kvmem.kv.port import ArrayPort
-from kvmem.llama.state import state_bytes
+from kvmem.llama.state import restore_state, save_state, state_bytes
 
 STATE_BYTES = 1000
 
@@ -35,7 +38,7 @@ def fake_state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     def save(device: Device, out: np.ndarray) -> None:
         out[:] = device.value
 
-    def restore(device: Device, state: np.ndarray) -> None:
+    def restore(device: Device, state: np.ndarray, n_tokens: int) -> None:
         assert (state == state[0]).all()
         device.value = int(state[0])
 
@@ -279,3 +282,50 @@ def test_a_real_state_goes_back_to_the_same_logits(tiny_qwen35: Path) -> None:
         assert session.n_tokens == 128
         memory.check()
         np.testing.assert_array_equal(session.logits(tokens[128:], 3), before)
+
+
+@pytest.mark.parametrize("gap", [256, 10**9])
+def test_a_change_in_the_middle_of_a_long_message_reads_on_from_a_gap_before(
+    gap: int, tiny_qwen35: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No mark stands in it. Without the points on the way all of it is read again."""
+    monkeypatch.setattr(memory_module, "CHECKPOINT_GAP_TOKENS", gap)
+    prompt = random_tokens(1500)
+    with record(tiny_qwen35, budget_tokens=2048) as recorded:
+        ask(recorded.session, prompt, span=(0, 1490))
+        changed = (*prompt[:700], *random_tokens(800, seed=1))
+        reply = ask(recorded.session, changed, span=(0, 1490))
+        n_cached = reply.stats.cached_tokens
+        assert n_cached == 0 if gap > len(prompt) else 700 - gap <= n_cached <= 700
+        recorded.memory.check()
+
+
+def test_a_message_of_9000_tokens_has_a_point_inside(tiny_qwen35: Path) -> None:
+    """The other points stand where the second pass begins, half a budget before the end."""
+    with record(tiny_qwen35, workspace_tokens=12288) as recorded:
+        reply = ask(recorded.session, random_tokens(9000), span=(0, 8990), max_tokens=1)
+        points = reply.stats.memory.checkpoints
+        gap, chunk = memory_module.CHECKPOINT_GAP_TOKENS, recorded.memory.chunk_tokens
+        assert gap <= points[0] < gap + chunk, points
+
+
+def test_a_state_that_stays_on_its_device_brings_back_the_same(tiny_qwen35: Path) -> None:
+    tokens = np.array(random_tokens(150, seed=1), np.int32)
+    pos = np.arange(150, dtype=np.int32)
+    with stock_context(tiny_qwen35) as context:
+
+        def read(start: int, stop: int) -> NDArray[np.float32]:
+            context.decode(tokens[start:stop], pos[start:stop])
+            return context.logits()
+
+        read(0, 100)
+        states = {}
+        for on_device in (False, True):
+            states[on_device] = np.empty(state_bytes(context, on_device=on_device), np.uint8)
+            save_state(context, states[on_device], on_device=on_device)
+        assert len(states[True]) < len(states[False]) // 8
+        expected = read(100, 150)
+        for on_device, state in states.items():
+            restore_state(context, state, 100, on_device=on_device)
+            assert context.seq_rm(0, 100, -1)
+            np.testing.assert_array_equal(read(100, 150), expected)

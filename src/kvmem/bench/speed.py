@@ -523,7 +523,7 @@ class _Plain:
         if self._state is None:
             self._session.truncate(min(n_history, self._n_cells - n))
         elif self._memory.n_tokens > n_history:
-            restore_state(self._memory.context, self._state)
+            restore_state(self._memory.context, self._state, n_history)
             # the memory asks for the newest position of both halves, and so leaves attention's
             assert self._memory.context.seq_rm(0, n_history, -1)
             self._session.truncate(n_history)

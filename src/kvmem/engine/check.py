@@ -28,3 +28,5 @@ def check_memory(memory: "TieredMemory", parked: Sequence[Conversation]) -> None
     assert memory.host.used <= memory.host.limit
     assert all(n <= memory.n_tokens for n in memory.checkpoints.positions)
     assert memory.is_whole or memory.working_set.n_pending
+    if memory.is_hybrid and memory.is_whole and memory.n_tokens:
+        assert memory.port.recurrent_pos == memory.working_set.pos[-1, 0]

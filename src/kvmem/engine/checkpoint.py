@@ -153,7 +153,7 @@ class Checkpoints:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Make the state what it was then, and forget the checkpoints after it."""
         n_state = len(checkpoint.state) - self._hidden.nbytes
-        restore_state(self._context, checkpoint.state[:n_state])
+        restore_state(self._context, checkpoint.state[:n_state], checkpoint.n_tokens)
         self._hidden.view(np.uint8)[:] = checkpoint.state[n_state:]
         self.drop_after(checkpoint.n_tokens)
 

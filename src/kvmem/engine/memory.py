@@ -243,8 +243,8 @@ class TieredMemory:
         try:
             return action()
         except BaseException as error:
-            # a cancel before the batch leaves a recurrent state as it was, and its position tells
-            # of one that came behind; of other errors nothing is known
+            # a cancel before the batch leaves a recurrent state as it was, and how many tokens it
+            # has seen tells of one that came behind; of other errors nothing is known
             if isinstance(error, Cancelled):
                 self.state_is_certain = True
             self.settle()
@@ -255,8 +255,7 @@ class TieredMemory:
         """Whether the recurrent state, if any, has seen exactly the history; any doubt is a no."""
         if not self.is_hybrid:
             return True
-        last_pos = self.working_set.pos[-1, 0] if self.n_tokens else -1
-        return self.state_is_certain and bool(self.port.recurrent_pos == last_pos)
+        return self.state_is_certain and self.port.recurrent_tokens == self.n_tokens
 
     def settle(self) -> None:
         """Undo what an error or an interrupt has left half done; nothing where all is whole.

@@ -303,6 +303,7 @@ cdef class Context:
         with nogil:
             status = c.llama_decode(ctx, self._batch)
         if status == 0:
+            self.n_seen += n
             try:
                 if meanwhile is not None:
                     meanwhile()
@@ -336,13 +337,14 @@ cdef class Context:
 
     # The calls below act on a stock context: a placeable memory is managed by its port.
 
-    def clear(self):
     def keep_hidden_rows(self):
         """From now on run the last layer over all tokens of a batch, as a draft head needs."""
         a.kvmem_keep_hidden_rows(self.get())
 
+    def clear(self):
         """Forget every token."""
         c.llama_memory_clear(c.llama_get_memory(self.get()), False)
+        self.n_seen = 0
 
     def seq_rm(self, int seq, int start, int stop):
         """Remove the positions [start, stop) of a sequence, -1 for an open end.

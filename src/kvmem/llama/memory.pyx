@@ -178,6 +178,11 @@ cdef class LlamaPort(DevicePort):
         return a.kvmem_recurrent_pos(memory) if is_state_valid(self.context) else None
 
     @property
+    def recurrent_tokens(self):
+        """Tokens that the recurrent state has seen; None where it is not usable."""
+        return self.context.n_seen if is_state_valid(self.context) else None
+
+    @property
     def transfer(self):
         """How rows are copied: "generic" (ggml's copies), "cuda" (whole records), or "cuda+generic"
         where some layers are not on a CUDA device.
