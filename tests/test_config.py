@@ -143,6 +143,77 @@ def test_a_device_without_room_is_named() -> None:
         sizes(replace(FACTS, places=(replace(HOST, free_bytes=1000),)))
 
 
+# A card of 16 GiB behind 13.2 GiB of weights, as docs/gpu.md has it.
+CARD = Place(
+    name="CUDA0",
+    free_bytes=2515 * MIB,
+    total_bytes=16384 * MIB,
+    kv_bytes_per_token=34816,
+    state_bytes=150 * MIB,
+    staging_bytes=128 * MIB,
+    compute_bytes=500 * MIB,
+    compute_tokens=1024,
+    compute_bytes_per_token=2048.0,
+)
+
+
+def on(*places: Place) -> MemoryFacts:
+    each = sum(place.kv_bytes_per_token for place in places)
+    return replace(FACTS, places=places, kv_bytes_per_token=each)
+
+
+def test_a_pool_on_a_gpu_leaves_room_for_all_else() -> None:
+    pool = sizes(on(CARD), workspace_tokens=262144)
+    headroom = 327 * MIB  # 2 % of the card
+    assert CARD.bytes_of(pool.pool_tokens) <= CARD.free_bytes - headroom
+    assert CARD.bytes_of(pool.pool_tokens + 256) > CARD.free_bytes - headroom - MIB
+    assert pool.pool_tokens == 40064
+    assert pool.sources["budget_tokens"] == "auto: what CUDA0 has for it"
+
+
+def test_a_card_without_room_beside_the_buffers_says_so() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"of the 900 MiB that are free on CUDA0 1.1 GiB are for buffers and kept free, "
+        r"and a block needs 4456448",
+    ):
+        sizes(on(replace(CARD, free_bytes=900 * MIB)), workspace_tokens=262144)
+
+
+def test_the_tightest_of_several_gpus_decides() -> None:
+    half = replace(CARD, kv_bytes_per_token=17408, compute_bytes_per_token=0.0)
+    other = replace(half, name="CUDA1", free_bytes=1515 * MIB)
+    pool = sizes(on(half, other), workspace_tokens=262144)
+    assert pool == sizes(on(other), workspace_tokens=262144)
+    assert pool.sources["budget_tokens"] == "auto: what CUDA1 has for it"
+
+
+def test_cells_of_layers_on_the_cpu_are_taken_off_the_host() -> None:
+    """One layer of 32 on a large GPU: most of the pool lies in the memory of the host."""
+    gpu = replace(CARD, free_bytes=80 * GIB, total_bytes=80 * GIB, kv_bytes_per_token=1088)
+    host = replace(HOST, kv_bytes_per_token=33728)
+    pool = sizes(on(gpu, host), workspace_tokens=262144)
+    in_host = pool.pool_tokens * 33728
+    assert 3.9 * GIB < in_host <= 4 * GIB
+    assert pool.sources["budget_tokens"] == "auto: what the machine has for it"
+    assert pool.host_limit_bytes == (8 * GIB - in_host) // 2
+
+
+def test_a_given_pool_counts_what_lies_beside_it_and_no_headroom() -> None:
+    most = CARD.most_tokens() // 128 * 128 - 16384
+    assert sizes(on(CARD), budget_tokens=most, reserve_tokens=16384, workspace_tokens=262144)
+    with pytest.raises(
+        ConfigError, match=rf"at most {most} beside .* of CUDA0 are free, 873 MiB of them"
+    ):
+        sizes(on(CARD), budget_tokens=most + 128, reserve_tokens=16384, workspace_tokens=262144)
+
+
+def test_a_pool_is_not_larger_than_it_may_be() -> None:
+    pool = MemoryConfig(workspace_tokens=262144).resolve(on(CARD), 20_000)
+    assert pool.pool_tokens == 19968
+    assert pool.sources["budget_tokens"] == "auto: a larger pool did not fit"
+
+
 def test_a_workspace_above_the_trained_length_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

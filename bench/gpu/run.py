@@ -19,7 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-GPU_TESTS = ["tests/llama", "tests/differential"]
+GPU_TESTS = ["tests/llama", "tests/differential", "tests/cli/test_plan_bytes.py"]
+GPU_TESTS += ["tests/engine/test_allocations.py", "tests/engine/test_fit.py"]
 SEPARATE = ("transfers", "states", "tools-stock")
 """What is measured among others; run by name alone."""
 

@@ -298,4 +298,7 @@ def _called(place: Place) -> str:
 
 
 def size_text(n_bytes: int) -> str:
-    return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= GIB else f"{n_bytes / (1 << 20):.2g} MiB"
+    mib = n_bytes / (1 << 20)
+    if n_bytes >= GIB:
+        return f"{n_bytes / GIB:.1f} GiB"
+    return f"{mib:.0f} MiB" if mib >= 10 else f"{mib:.2g} MiB"

@@ -22,6 +22,7 @@ budget                     512  136.0 KiB  given
   recent, always in it     128             auto: 128
 reserve                    128   34.0 KiB  given
 device pool                640  170.0 KiB  budget + reserve, K/V q8_0 / q8_0
+compute buffers, host             2.4 MiB  llama.cpp's graphs, batches of 512 (-ub) over the pool
 host store limit                  1.0 GiB  given
   conversations in it             1.0 GiB  at most 8 together
   a token in it              1      443 B  K, V, summaries, tables

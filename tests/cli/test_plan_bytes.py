@@ -9,6 +9,7 @@ from engines import make_config, random_tokens, record
 
 from kvmem.cli.plan import make_plan
 from kvmem.engine.checkpoint import MAX_CHECKPOINTS
+from kvmem.engine.engine import Engine
 from kvmem.errors import HostCapacityError
 
 DRAFTS: dict[str, dict[str, Any]] = {
@@ -98,3 +99,32 @@ def test_the_largest_history_is_what_the_host_limit_holds(
         found = memory.n_tokens / plan.n_history_tokens
         assert 0.85 < found < 1.02
         memory.check()
+
+
+@pytest.mark.part
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("kind", "drafts"), [("llama_64", "none"), ("qwen35_64", "none"), ("qwen35_mtp", "snapshots")]
+)
+@pytest.mark.parametrize("sizes", [{}, {"budget_tokens": None, "reserve_tokens": None}])
+def test_a_plan_counts_on_each_device_what_a_start_takes(
+    kind: str, drafts: str, sizes: dict[str, Any], tiny: Callable[..., Path]
+) -> None:
+    """Without the weights: of those that would be on a GPU, it takes off what would be there."""
+    config = make_config(tiny(kind), **DRAFTS[drafts], **sizes)
+    plan = make_plan(config)
+    with Engine(config) as engine:
+        assert plan.sizes.pool_tokens == engine.sizes.pool_tokens
+        shares = {share.device: share for share in engine.tiered.context.shares()}
+        for place in plan.facts.places:
+            share = shares.pop(place.name)
+            n_tokens = engine.sizes.pool_tokens
+            assert place.weight_bytes == share.weights
+            assert place.kv_bytes_per_token * n_tokens == share.cells
+            assert place.state_bytes == share.states
+            assert place.compute_bytes_of(n_tokens) == share.compute
+            if share.device:
+                in_use = share.total - share.free
+                assert place.free_bytes < share.total - share.weights
+                assert in_use > share.weights + share.cells + share.states + share.compute
+        assert not shares

@@ -1,5 +1,9 @@
 """A start copes where a pool does not fit after all, and a GPU takes what it needs at once."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,3 +36,65 @@ def test_the_largest_batch_leaves_nothing_behind(
             replies.append(ask(recorded.session, tokens, max_tokens=20).tokens)
             memory.check()
     assert replies[0] == replies[1]
+
+
+# A process of its own, which may have little more memory than it has. A megabyte is 512 tokens.
+STARVE = """
+import json, logging, resource
+from pathlib import Path
+from engines import log_records, make_config
+from kvmem.cli.faults import describe
+from kvmem.engine.engine import Engine
+from kvmem.errors import KvmemError
+
+settings = dict(workspace_tokens=400_000, batch_tokens=64, type_k="f32", type_v="f32",
+                block_tokens=128, budget_tokens={budget}, reserve_tokens=None)
+status = Path("/proc/self/status").read_text()
+n_bytes = int(status.split("VmSize:")[1].split()[0]) * 1024
+before = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (n_bytes + (550 << 20), before[1]))
+found = dict(error=None, pool=0)
+with log_records("kvmem.engine.fit") as records:
+    try:
+        with Engine(make_config(Path({path!r}), **settings)) as engine:
+            found["pool"] = engine.sizes.pool_tokens
+            found["source"] = engine.sizes.sources["budget_tokens"]
+            resource.setrlimit(resource.RLIMIT_AS, before)  # threads have stacks
+            engine.session().read(tuple(range(200)))
+    except KvmemError as error:
+        found["error"] = describe(error, command="serve")[0]
+found["said"] = [record.getMessage() for record in records]
+print(json.dumps(found))
+"""
+
+
+def starve(path: Path, root: Path, budget: int | None) -> dict[str, Any]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "tests"), *sys.path])}
+    code = STARVE.format(path=str(path), budget=budget)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+def test_an_automatic_pool_that_does_not_fit_becomes_smaller(
+    tiny: Callable[..., Path], root: Path
+) -> None:
+    found = starve(tiny("llama_64"), root, None)
+    assert found["error"] is None
+    assert 0 < found["pool"] < 270_000
+    assert found["source"] == "auto: a larger pool did not fit"
+    said = found["said"]
+    assert len(said) >= 2
+    assert all("did not fit after all, so it is" in line for line in said)
+    assert f"so it is {found['pool']}: no context of" in said[-1]
+
+
+def test_a_given_pool_that_does_not_fit_names_what_to_ask_for(
+    tiny: Callable[..., Path], root: Path
+) -> None:
+    found = starve(tiny("llama_64"), root, 384_000)
+    assert found["said"] == []
+    assert found["error"].startswith("error: no context of 400384 cells in batches of 64: ")
+    assert found["error"].endswith("; try --kvmem-budget 288000 or -ub 32")

@@ -248,7 +248,9 @@ llama_memory_i * create_memory(const llama_model & model, const llama_memory_par
         }
         llama_cparams sized = cparams; // the cache gets n_cells, the context keeps the workspace as n_ctx
         sized.n_ctx_seq     = request->n_cells;
+        request->status     = KVMEM_ERR_NO_MEMORY; // the one thing that fails while llama.cpp makes its own
         std::unique_ptr<llama_memory_i> inner(model.create_memory(params, sized));
+        request->status = KVMEM_ERR_UNSUPPORTED;
         if (!inner) {
             request->status = KVMEM_ERR_MODEL;
             throw std::runtime_error(KVMEM_NO_CACHE);

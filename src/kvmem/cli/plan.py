@@ -1,6 +1,7 @@
 """`kvmem plan`: what a configuration takes, and where each value comes from."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ from typer import Option
 from kvmem.cli import logs, show
 from kvmem.cli.options import EngineOptions
 from kvmem.cli.takes import takes
-from kvmem.config import EngineConfig, MemoryFacts, PoolSizes
+from kvmem.config import EngineConfig, MemoryFacts, Place, PoolSizes
 from kvmem.engine.calibration import Found, find
 from kvmem.engine.checkpoint import MAX_CHECKPOINTS
 from kvmem.engine.engine import Engine
@@ -58,6 +59,20 @@ class Plan:
         found = self.calibration.calibration
         return [] if found is None else list(found.pairs)
 
+    def _as_dict(self, place: Place) -> dict[str, Any]:
+        n_tokens = self.sizes.pool_tokens
+        return {
+            "name": place.name or "host",
+            "total_bytes": place.total_bytes,
+            "free_bytes": place.free_bytes,
+            "weight_bytes": place.weight_bytes,
+            "pool_bytes": n_tokens * place.kv_bytes_per_token,
+            "state_bytes": place.state_bytes,
+            "compute_bytes": place.compute_bytes_of(n_tokens),
+            "staging_bytes": place.staging_bytes,
+            "headroom_bytes": place.headroom_bytes,
+        }
+
     def _tokens_in(self, n_bytes: int) -> int:
         return min(self.sizes.workspace_tokens, n_bytes // self.facts.host_bytes_per_token)
 
@@ -102,6 +117,7 @@ class Plan:
             "calibration": self.calibration.source,
             "calibrated_pairs": self._pairs,
             "free_device_bytes": self.facts.free_device_bytes,
+            "devices": [self._as_dict(place) for place in self.facts.places],
             "free_host_bytes": self.facts.free_host_bytes,
             "sources": dict(sizes.sources),
         }
@@ -164,6 +180,26 @@ def _describe(model: Model) -> str:
     return model.description.replace(" ?B ", f" {show.count(model.n_params)} ")
 
 
+def _add_place(add: Callable[..., None], made: Plan, place: Place) -> None:
+    """What else the pool takes of one device, and what is left there."""
+    n_tokens = made.sizes.pool_tokens
+    batch = f"llama.cpp's graphs, batches of {made.config.memory.ubatch} (-ub) over the pool"
+    if place.is_host:
+        add("compute buffers, host", None, place.compute_bytes_of(n_tokens), batch)
+        return
+    name = place.name
+    add(f"{name}, weights", None, place.weight_bytes, "of the layers that -ngl puts there")
+    add("  pool", n_tokens, n_tokens * place.kv_bytes_per_token, "of the same layers")
+    if place.state_bytes:
+        add("  recurrent state", None, place.state_bytes, "of the same layers")
+    add("  compute buffers", None, place.compute_bytes_of(n_tokens), batch)
+    add("  staging buffers", None, place.staging_bytes, "blocks are copied through them")
+    left = max(0, place.free_bytes - place.bytes_of(n_tokens))
+    total = show.size(place.total_bytes)
+    kept = show.size(place.headroom_bytes)
+    add("  left free", None, left, f"of {total}; an automatic pool leaves {kept}")
+
+
 def render_plan(made: Plan) -> str:
     """The plan as a table."""
     sizes, facts = made.sizes, made.facts
@@ -205,6 +241,8 @@ def render_plan(made: Plan) -> str:
     if facts.state_device_bytes:
         how = f"on the device, with {draft.state} for drafts" if draft.enabled else "on the device"
         add("recurrent state", None, facts.state_device_bytes, how)
+    for place in facts.places:
+        _add_place(add, made, place)
     add("host store limit", None, sizes.host_limit_bytes, sources["host_limit_bytes"])
     memory = made.config.memory
     shared = memory.conversations_bytes or sizes.host_limit_bytes
