@@ -176,6 +176,7 @@ def test_medians_and_ratios_are_taken_within_rounds() -> None:
         ({"depths": (8192, 7168)}, "depths"),
         ({"depths": (7168, 7168)}, "depths"),
         ({"depths": (64,)}, "depth"),
+        ({"cpu_time": True, "n_threads": 2}, "threads"),
     ],
 )
 def test_wrong_settings_are_named(fields: dict[str, object], setting: str, tmp_path: Path) -> None:

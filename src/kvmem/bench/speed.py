@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Final, Literal, Protocol
 
 import numpy as np
@@ -89,7 +89,8 @@ class SpeedSpec:
     batch_tokens, ubatch_tokens: of all three systems.
     repeats: measured rounds; round 0 comes before them and warms up.
     alone: one system is loaded at a time, where they do not fit together; rounds are then not side
-    by side.
+    by side. cpu_time: reading and writing are counted in the CPU time of this process, which a busy
+    machine changes little; with one thread, since others wait by spinning.
     """
 
     model: Path
@@ -107,8 +108,11 @@ class SpeedSpec:
     n_threads: int | None = None
     n_gpu_layers: int = 0
     alone: bool = False
+    cpu_time: bool = False
 
     def __post_init__(self) -> None:
+        if self.cpu_time and self.n_threads != 1:
+            raise ConfigError("threads", self.n_threads, "1 where CPU time is counted")
         if self.repeats < 1:
             raise ConfigError("repeats", self.repeats, "at least 1")
         needed = self.prefill_tokens + self.decode_tokens + self.block_tokens
@@ -123,6 +127,10 @@ class SpeedSpec:
                 raise ConfigError("depth", depth, rule)
             if depth <= QUESTION_TOKENS:
                 raise ConfigError("depth", depth, f"over {QUESTION_TOKENS}")
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return process_time if self.cpu_time else perf_counter
 
     @property
     def reserve(self) -> int:
@@ -340,11 +348,13 @@ def run_speed(
                     text = make_text(engine, max(spec.depths) + spec.most_tokens)
                     loaded = _Loaded(spec=spec, report=report, text=text)
                 if name == "kvmem":
-                    loaded.runners[name] = _Tiered(engine, report)
+                    loaded.runners[name] = _Tiered(engine, report, spec.clock)
                     assert isinstance(engine.memory, TieredMemory)
                     loaded.ceilings = engine.memory.port.copy_ceiling()
                 else:
-                    loaded.runners[name] = _Plain(engine, name, report, spec.most_tokens)
+                    loaded.runners[name] = _Plain(
+                        engine, name, report, spec.clock, spec.most_tokens
+                    )
             if loaded is not None:
                 for depth in spec.depths:
                     yield from loaded.rounds(depth)
@@ -420,8 +430,9 @@ def _ask(session: Session, history: I32, question: I32) -> RequestStats:
 class _Tiered:
     """kvmem behind its whole history, budget full of the newest blocks before each measurement."""
 
-    def __init__(self, engine: Engine, report: Report) -> None:
+    def __init__(self, engine: Engine, report: Report, clock: Callable[[], float]) -> None:
         self._session = engine.session()
+        self._clock = clock
         self._memory: TieredMemory = self._session.tiered
         self._report = report
         self._history = np.empty(0, np.int32)
@@ -451,13 +462,13 @@ class _Tiered:
         self._fill(n_blocks)
         memory.begin_request()  # counts the seconds of storing from here on
         n_sealed = memory.working_set.n_sealed
-        started = perf_counter()
+        started = self._clock()
         if phase == "prefill":
             self._session.read(tokens)
             memory.index.flush()  # a worker makes the summaries
         else:
             self._write(tokens, first_own)
-        seconds = perf_counter() - started
+        seconds = self._clock() - started
         n_stored = memory.working_set.n_sealed - n_sealed
         measured = _Measured(
             seconds=seconds,
@@ -485,9 +496,15 @@ class _Plain:
     """Plain llama.cpp. The window is filled once, and full by the end of what is measured."""
 
     def __init__(
-        self, engine: Engine, system: Literal["stock", "window"], report: Report, most_tokens: int
+        self,
+        engine: Engine,
+        system: Literal["stock", "window"],
+        report: Report,
+        clock: Callable[[], float],
+        most_tokens: int,
     ) -> None:
         self._session = engine.session()
+        self._clock = clock
         self._memory = self._session.memory
         self._system = system
         self._report = report
@@ -536,11 +553,11 @@ class _Plain:
     def measure(self, phase: Phase, tokens: I32) -> _Measured:
         self._restart(len(tokens))
         memory = self._session.memory
-        started = perf_counter()
+        started = self._clock()
         if phase == "prefill":
             self._session.read(tokens)
         else:
             for token in tokens:
                 memory.decode(np.array([token], np.int32))
                 memory.context.logits(-1).argmax()
-        return _Measured(seconds=perf_counter() - started)
+        return _Measured(seconds=self._clock() - started)

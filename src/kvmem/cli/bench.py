@@ -180,6 +180,9 @@ def speed(
     alone: Annotated[
         bool, Option("--alone", help="Load one system at a time, where three do not fit.")
     ] = False,
+    cpu_time: Annotated[
+        bool, Option("--cpu-time", help="Count CPU time, on a busy machine; with -t 1.")
+    ] = False,
     batch: Batch = 512,
     ubatch: Ubatch = 512,
     kv_dtype: KvDtype = "q8_0",
@@ -218,6 +221,7 @@ def speed(
         n_threads=threads or None,
         n_gpu_layers=n_gpu_layers,
         alone=alone,
+        cpu_time=cpu_time,
     )
     where = environment(spec.model, asdict(spec), "speed")
     with progress() as report:
