@@ -6,7 +6,8 @@
     python bench/gpu/run.py FOLDER --size 16g      what fits a card of 16 GB
 
 Each writes FOLDER/NAME.jsonl and FOLDER/NAME.log, and draws what there is to draw where matplotlib
-is installed. kvmem must be built with CUDA (`scripts/build-cuda`); the tests want pytest-xdist.
+is installed; --aside names another folder for logs and pictures. kvmem must be built with CUDA
+(`scripts/build-cuda`); the tests want pytest-xdist.
 """
 
 import argparse
@@ -69,14 +70,14 @@ CHAT += ["--kvmem-budget", str(BUDGET), *POOL]
 DRAFTS = ["--spec-draft-n-max", "3"]
 
 
-def commands(size: Size, model: str, out: Path, threads: str) -> dict[str, list[str]]:
+def commands(size: Size, model: str, out: Path, aside: Path, threads: str) -> dict[str, list[str]]:
     """What is run, by name."""
 
     def record(name: str) -> list[str]:
         return ["--out", str(out / f"{name}.jsonl")]
 
     def bench(name: str, *arguments: str) -> list[str]:
-        plots = ["--plots", str(out / f"{name}.png")] if find_spec("matplotlib") else []
+        plots = ["--plots", str(aside / f"{name}.png")] if find_spec("matplotlib") else []
         common = ["-m", model, "-ngl", "-1", "-t", threads, *record(name), *plots]
         return ["-m", "kvmem", "bench", *arguments, *common]
 
@@ -123,13 +124,15 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="name")
     parser.add_argument("--model", type=Path, help="a model that is there; left out: written")
     parser.add_argument("--size", choices=SIZES, default="h200", help="of the card")
+    parser.add_argument("--aside", type=Path, help="for logs and pictures; left out: FOLDER")
     parser.add_argument("--gpu", help="the only GPU that is seen, by number; left out: all")
     parser.add_argument("--threads", default=str(min(16, os.cpu_count() or 1)))
     parser.add_argument("--list", action="store_true", help="print the commands")
     arguments = parser.parse_args()
     size = SIZES[arguments.size]
     model = arguments.model or arguments.folder / size.model
-    steps = commands(size, str(model), arguments.folder, arguments.threads)
+    aside = arguments.aside or arguments.folder
+    steps = commands(size, str(model), arguments.folder, aside, arguments.threads)
     unknown = [name for name in arguments.names if name not in steps]
     if unknown:
         parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(steps)}")
@@ -143,10 +146,11 @@ def main() -> None:
             print(f"{name:12} python {' '.join(steps[name])}")
         return
     arguments.folder.mkdir(parents=True, exist_ok=True)
+    aside.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)
     if arguments.gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = arguments.gpu
-    failed = [name for name in names if not run(name, steps[name], arguments.folder, environment)]
+    failed = [name for name in names if not run(name, steps[name], aside, environment)]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
