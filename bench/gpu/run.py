@@ -103,6 +103,7 @@ def commands(size: Size, model: str, out: Path, aside: Path, threads: str) -> di
             *("--threads", *scoring_threads),
             *record("scoring"),
         ],
+        "fit": [str(HERE / "fit.py"), model, "-t", threads, *record("fit")],
         "drafts": [*drafts, *alone, *record("drafts")],
         "states": [*drafts, "--alone", *("--tokens", "8192", "--repeats", "0"), *record("states")],
         "experiments": experiments("experiments"),
