@@ -151,6 +151,53 @@ def test_a_prompt_beyond_the_workspace_loses_nothing(client: TestClient) -> None
     assert again["usage"]["prompt_cache_miss_tokens"] <= 32
 
 
+@pytest.mark.parametrize("path", [CHAT, "/completion"])
+def test_a_time_limit_ends_a_reply_that_has_a_line(client: TestClient, path: str) -> None:
+    body = {"messages": [user("hi")], "prompt": "hi", "temperature": 0, "t_max_predict_ms": 1}
+
+    def n_said(grammar: str, max_tokens: int) -> int:
+        fields = {"grammar": grammar, "max_tokens": max_tokens, "ignore_eos": True}
+        reply = client.post(path, json={**body, **fields}).json()
+        end = reply["stop_type"] if path != CHAT else reply["choices"][0]["finish_reason"]
+        assert end in ("limit", "length")
+        n: int = reply["timings"]["predicted_n"]
+        return n
+
+    endless = 'root ::= "a\\n" "b"+'
+    assert 2 <= n_said(endless, 1500) < 1000, "they take longer"
+    assert n_said('root ::= "a"+', 60) == 60, "no line is cut"
+    body["t_max_predict_ms"] = -1
+    assert n_said(endless, 60) == 60
+
+
+def test_llama_servers_name_for_the_number_of_replies(client: TestClient) -> None:
+    body = {"messages": [user("hi")], "prompt": "hi", "max_tokens": 2, "n": 3, "n_cmpl": 2}
+    assert len(client.post(CHAT, json=body).json()["choices"]) == 2
+    assert len(client.post("/completion", json=body).json()) == 2
+    response = client.post(CHAT, json={**body, "n_cmpl": 17})
+    assert response.json()["error"]["message"] == "n_cmpl is 17, but must be from 1 to 16"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/completion", "/v1/completions"])
+@pytest.mark.parametrize(
+    ("field", "value", "harmless"),
+    [
+        ("grammar_lazy", True, False),
+        ("grammar_triggers", [{"type": 0, "value": "x"}], []),
+        ("lora", [{"id": 0, "scale": 0.5}], []),
+    ],
+)
+def test_what_would_change_a_reply_and_is_not_built(
+    client: TestClient, path: str, field: str, value: object, harmless: object
+) -> None:
+    body = {"messages": [user("hi")], "prompt": "hi", "max_tokens": 2}
+    for said in (harmless, None):
+        assert client.post(path, json={**body, field: said}).status_code == 200
+    error = client.post(path, json={**body, field: value}).json()["error"]
+    assert (error["code"], error["type"]) == (400, "not_supported_error")
+    assert error["message"].startswith(f"{field} is not supported")
+
+
 def test_eight_clients_at_once_are_all_served(client: TestClient) -> None:
     """Case R20 over HTTP: each reply equals that of a client that comes alone."""
     prompts = [f"question {i} about the hill" for i in range(8)]

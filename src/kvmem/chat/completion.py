@@ -17,11 +17,13 @@ from kvmem.chat.fields import (
     read_text,
 )
 from kvmem.chat.ranges import put_rules
-from kvmem.chat.request import MAX_CHOICES, RequestDefaults
+from kvmem.chat.request import RequestDefaults
 from kvmem.chat.sampling import (
     read_max_tokens,
+    read_n_replies,
     read_sampling,
     read_stop,
+    read_time_limit,
     resolve_biases,
 )
 from kvmem.chat.text import MixedText, read_mixed_text, tokenize_mixed
@@ -49,7 +51,7 @@ class CompletionRequest:
 
     prompts: each gets `n` replies of its own. is_list: whether they came as a list.
     schema: JSON schema, and grammar: GBNF, that replies must follow.
-    max_tokens: None for the room in the workspace.
+    max_tokens: None for the room in the workspace. time_limit_s: as GenerateParams has it.
     uses_cache: what is known of a prompt need not be read again.
     n_probs: likeliest tokens to report beside each chosen one; 0 for no report.
     are_chances: report chances after sampling in place of log probabilities before.
@@ -63,6 +65,7 @@ class CompletionRequest:
     grammar: str | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
+    time_limit_s: float | None = None
     uses_cache: bool = True
     n_probs: int = 0
     are_chances: bool = False
@@ -83,6 +86,7 @@ class CompletionRequest:
         return GenerateParams(
             sampling=replace(self.sampling, extra=extra),
             max_tokens=self.max_tokens,
+            time_limit_s=self.time_limit_s,
             n_logprobs=self.n_probs if self.n_probs and not self.are_chances else None,
             n_chances=self.n_probs if self.n_probs and self.are_chances else None,
         )
@@ -123,11 +127,12 @@ def parse_completion_request(
     return CompletionRequest(
         prompts=prompts,
         is_list=is_list,
-        n=read_integer(body, "n", least=1, most=MAX_CHOICES) or 1,
+        n=read_n_replies(body),
         schema=schema,
         grammar=grammar,
         sampling=read_sampling(body, defaults.sampling),
         max_tokens=read_max_tokens(body, defaults.max_tokens),
+        time_limit_s=read_time_limit(body),
         uses_cache=body.get("cache_prompt") is not False,
         n_probs=n_probs or 0,
         are_chances=read_bool(body, "post_sampling_probs") or False,

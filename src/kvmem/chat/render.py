@@ -40,6 +40,7 @@ class RenderedChat:
     parser: Parser = field(default_factory=PlainParser)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
+    time_limit_s: float | None = None
     n_logprobs: int | None = None
     thinking: ThinkingTags = field(default_factory=ThinkingTags)
     preserved: Mapping[int, bytes] = field(default_factory=dict)
@@ -61,7 +62,10 @@ class RenderedChat:
 
     def params(self) -> GenerateParams:
         return GenerateParams(
-            sampling=self.sampling, max_tokens=self.max_tokens, n_logprobs=self.n_logprobs
+            sampling=self.sampling,
+            max_tokens=self.max_tokens,
+            time_limit_s=self.time_limit_s,
+            n_logprobs=self.n_logprobs,
         )
 
 
@@ -108,6 +112,7 @@ class ChatRenderer:
                 request, fields, result, vocab=self._vocab, thinks=self._format.can_think
             ),
             max_tokens=request.max_tokens,
+            time_limit_s=request.time_limit_s,
             n_logprobs=request.n_logprobs,
             thinking=find_thinking(result),
             preserved={token: self._vocab.piece(token) for token in result["preserved"]},

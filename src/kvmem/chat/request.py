@@ -17,7 +17,13 @@ from kvmem.chat.fields import (
     read_text,
 )
 from kvmem.chat.messages import Message, read_messages
-from kvmem.chat.sampling import read_max_tokens, read_sampling, read_stop
+from kvmem.chat.sampling import (
+    read_max_tokens,
+    read_n_replies,
+    read_sampling,
+    read_stop,
+    read_time_limit,
+)
 from kvmem.chat.thinking import Thinking, read_thinking
 from kvmem.chat.tools import Tool, ToolChoice, read_tool_choice, read_tools
 from kvmem.engine.sampling import SamplingParams
@@ -26,7 +32,6 @@ from kvmem.errors import UnsupportedContentError
 __all__ = ["ChatRequest", "RequestDefaults", "parse_chat_request"]
 
 MAX_TOP_LOGPROBS = 20
-MAX_CHOICES = 16
 MAX_ID_LETTERS = 200
 
 
@@ -50,7 +55,7 @@ class ChatRequest:
     parallel_tool_calls: None where nothing is said.
     schema: JSON schema that the content must follow; grammar: GBNF for the whole reply.
     sampling: what the request or the server's flags set, and no more.
-    max_tokens: None for the room in the workspace.
+    max_tokens: None for the room in the workspace. time_limit_s: as GenerateParams has it.
     n_logprobs: likeliest tokens to report beside each chosen one; None for no report.
     continues: go on with the last message, an assistant's: True for whichever of its parts is
         last, or "content" or "reasoning_content".
@@ -73,6 +78,7 @@ class ChatRequest:
     thinking: Thinking = field(default_factory=Thinking)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
+    time_limit_s: float | None = None
     n_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
@@ -116,9 +122,10 @@ def parse_chat_request(body: object, defaults: RequestDefaults | None = None) ->
         thinking=read_thinking(body, defaults.thinking),
         sampling=read_sampling(body, defaults.sampling),
         max_tokens=read_max_tokens(body, defaults.max_tokens),
+        time_limit_s=read_time_limit(body),
         n_logprobs=_read_logprobs(body),
         stop=read_stop(body),
-        n=read_integer(body, "n", least=1, most=MAX_CHOICES) or 1,
+        n=read_n_replies(body),
         stream=read_bool(body, "stream") or False,
         include_usage=read_bool(options, "include_usage", path="stream_options.") or False,
         include_memory=_read_include_memory(body),

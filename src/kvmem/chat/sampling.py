@@ -9,13 +9,27 @@ from typing import Any
 from kvmem.chat.fields import FieldError, is_number, read_bool, read_integer, read_list, read_number
 from kvmem.chat.text import Tokenizer
 from kvmem.engine.sampling import SamplingParams
+from kvmem.errors import UnsupportedContentError
 
-__all__ = ["read_max_tokens", "read_sampling", "read_stop", "resolve_biases"]
+__all__ = [
+    "MAX_REPLIES",
+    "read_max_tokens",
+    "read_n_replies",
+    "read_sampling",
+    "read_stop",
+    "read_time_limit",
+    "resolve_biases",
+]
+
+MAX_REPLIES = 16
 
 NUMBER = re.compile(r"-?\d{1,18}")
 MAX_SEED = (1 << 32) - 1
 MAX_TOKEN = (1 << 31) - 1
 MAX_LAST_N = 1 << 20  # -1 asks for the whole history; the sampler wants a number
+
+# llama-server's; what says nothing (false, an empty list) is taken
+NOT_BUILT = ("grammar_lazy", "grammar_triggers", "lora")
 
 # field of the request -> (name for the sampler, least, most); those that SamplingParams lacks
 EXTRA_NUMBERS: Mapping[str, tuple[str, float, float]] = MappingProxyType(
@@ -54,6 +68,18 @@ def read_max_tokens(body: dict[str, Any], default: int | None) -> int | None:
     return default
 
 
+def read_time_limit(body: dict[str, Any]) -> float | None:
+    """Seconds that a reply may take; none for 0 or -1."""
+    limit_ms = read_integer(body, "t_max_predict_ms", least=-1, most=(1 << 63) - 1)
+    return limit_ms / 1e3 if limit_ms is not None and limit_ms > 0 else None
+
+
+def read_n_replies(body: dict[str, Any]) -> int:
+    """llama-server's name for it wins over OpenAI's."""
+    wanted = [read_integer(body, name, least=1, most=MAX_REPLIES) for name in ("n_cmpl", "n")]
+    return next((n for n in wanted if n is not None), 1)
+
+
 def read_stop(body: dict[str, Any]) -> tuple[str, ...]:
     value = body.get("stop")
     if value is None:
@@ -65,6 +91,10 @@ def read_stop(body: dict[str, Any]) -> tuple[str, ...]:
 
 
 def read_sampling(body: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
+    """Raises FieldError, and UnsupportedContentError for what changes a reply and is not built."""
+    for name in NOT_BUILT:
+        if body.get(name) not in (None, False, []):
+            raise UnsupportedContentError(f"{name} is not supported: leave it out")
     extra: dict[str, object] = {}
     for name, (target, least, most) in EXTRA_NUMBERS.items():
         number = read_number(body, name, least=least, most=most)

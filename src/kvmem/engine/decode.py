@@ -90,6 +90,8 @@ class _Reply:
         self._cancel = cancel
         self._times = stats.memory.times
         self._step = np.empty(1, np.int32)
+        self._said_first_at = 0.0
+        self._has_line_break = False
         self.from_block = 0
 
     # What ends it
@@ -102,7 +104,15 @@ class _Reply:
         """Whether no further token may come."""
         said, limit = self._stats.completion_tokens, self._params.max_tokens
         has_no_room = said > 0 and self._memory.n_tokens + 1 >= self._workspace_tokens
-        return has_no_room or (limit is not None and said >= limit)
+        return has_no_room or (limit is not None and said >= limit) or self._is_late
+
+    @property
+    def _is_late(self) -> bool:
+        """Source: llama-server's server_slot, t_max_predict_ms."""
+        limit_s = self._params.time_limit_s
+        if limit_s is None or not self._has_line_break:
+            return False
+        return perf_counter() - self._said_first_at > limit_s
 
     # One token
 
@@ -115,8 +125,11 @@ class _Reply:
 
     def event(self, token: int, row: int) -> TokenEvent:
         """Count the token, which was sampled at this row, and say it."""
+        if self._stats.completion_tokens == 0:
+            self._said_first_at = perf_counter()
         self._stats.completion_tokens += 1
         piece = b"" if self.is_end(token) else self._vocab.piece(token, special=False)
+        self._has_line_break |= b"\n" in piece
         logprobs = None
         if self._params.n_logprobs is not None:
             logits = self._memory.context.logits(row)

@@ -57,6 +57,8 @@ class GenerateParams:
     """How one reply is made.
 
     max_tokens: None for what the workspace holds.
+    time_limit_s: end the reply that is longer than this after its first token, once it has a line
+        break; None for no limit.
     stop_tokens: end the reply like an end token does.
     n_logprobs: likeliest tokens to report beside each chosen one; None for no report.
     n_chances: the same after sampling, by what is left to choose from; then nothing is drafted.
@@ -64,6 +66,7 @@ class GenerateParams:
 
     sampling: SamplingParams = GREEDY
     max_tokens: int | None = None
+    time_limit_s: float | None = None
     stop_tokens: frozenset[int] = frozenset()
     n_logprobs: int | None = None
     n_chances: int | None = None
@@ -76,7 +79,7 @@ class GenerateParams:
         return replace(self, sampling=replace(self.sampling, seed=(seed + number) % (1 << 32)))
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "n_logprobs", "n_chances"):
+        for name in ("max_tokens", "time_limit_s", "n_logprobs", "n_chances"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise RequestError(f"{name} is {value}, but must be at least 0")
