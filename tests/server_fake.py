@@ -77,7 +77,7 @@ class FakeBackend:
         self.ended = threading.Semaphore(0)
         self.closed = False
 
-    def render(self, request: ChatRequest) -> RenderedChat:
+    def render(self, request: ChatRequest, *, limit_tokens: int | None = None) -> RenderedChat:
         self.requests.append(request)
         if self._renderer is not None:
             return self._renderer.render(request)

@@ -69,12 +69,12 @@ class RequestError(KvmemError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt is longer than the workspace."""
+    """The prompt is longer than the workspace. is_least: it has as many tokens, or more."""
 
-    def __init__(self, prompt_tokens: int, limit_tokens: int) -> None:
+    def __init__(self, prompt_tokens: int, limit_tokens: int, *, is_least: bool = False) -> None:
         super().__init__(
-            f"the request ({prompt_tokens} tokens) exceeds the available context size "
-            f"({limit_tokens} tokens), shorten it or start with a larger -c"
+            f"the request ({prompt_tokens} tokens{' or more' if is_least else ''}) exceeds the "
+            f"available context size ({limit_tokens} tokens), shorten it or start with a larger -c"
         )
         self.prompt_tokens = prompt_tokens
         self.limit_tokens = limit_tokens

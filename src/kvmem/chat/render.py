@@ -13,6 +13,7 @@ from kvmem.chat.format import Demands, Parameters, TemplateFormat
 from kvmem.chat.reply import Parser, PlainParser, ReplyReader, ThinkingTags
 from kvmem.chat.request import ChatRequest
 from kvmem.chat.segments import SegmentTokenizer, TokenizedText
+from kvmem.chat.token_bound import TokenBound
 from kvmem.engine.prompt import Prompt, RoleSpan, Span, Tokens
 from kvmem.engine.sampling import GenerateParams, SamplingParams
 from kvmem.errors import RequestError
@@ -78,9 +79,14 @@ class ChatRenderer:
         self._format = TemplateFormat(template)
         self._tokenizer = SegmentTokenizer(vocab, self._format.source)
         self._contents = ContentFinder(template)
+        self._bound = TokenBound(vocab)
 
-    def render(self, request: ChatRequest) -> RenderedChat:
-        """Raises RequestError with the template's reason where it refuses the messages."""
+    def render(self, request: ChatRequest, *, limit_tokens: int | None = None) -> RenderedChat:
+        """Raises RequestError with the template's reason where it refuses the messages.
+
+        limit_tokens: raise ContextLengthError where it is certain, before the prompt is tokenised,
+            that it has as many.
+        """
         demands = self._format.check(request, self._vocab.model)
         request = replace(
             request, messages=self._format.place(request.messages), schema=demands.schema
@@ -98,6 +104,8 @@ class ChatRenderer:
             parser = self._open_held(request, held, prompt["generation_prompt"])
         if not text:
             raise RequestError("the chat template wrote nothing: give a message with content")
+        if limit_tokens is not None:
+            self._bound.check(text, limit_tokens)
         result = parser.rendered
         if result["grammar"]:
             grammar = self._format.hold(result["grammar"], demands, parameters, self._vocab.model)

@@ -11,6 +11,7 @@ from kvmem.chat.completion import (
 from kvmem.chat.render import ChatRenderer, RenderedChat
 from kvmem.chat.request import ChatRequest, RequestDefaults, parse_chat_request
 from kvmem.chat.text import Tokenizer
+from kvmem.chat.token_bound import TokenBound
 from kvmem.config import EngineConfig
 from kvmem.engine.conversations import ConversationInfo
 from kvmem.engine.engine import Engine
@@ -33,7 +34,7 @@ class Backend(Protocol):
     def n_ctx(self) -> int: ...
     @property
     def tokenizer(self) -> Tokenizer: ...
-    def render(self, request: ChatRequest) -> RenderedChat: ...
+    def render(self, request: ChatRequest, *, limit_tokens: int | None = None) -> RenderedChat: ...
     def render_completion(self, request: CompletionRequest) -> RenderedCompletion: ...
     def generate(
         self, prompt: Prompt, params: GenerateParams, cancel: CancelToken
@@ -60,6 +61,7 @@ class EngineBackend:
                 or ""
             )
             self._renderer = ChatRenderer(self._template, self._engine.vocab)
+            self._bound = TokenBound(self._engine.vocab)
             self._session = self._engine.session()
         except BaseException:
             self._engine.close()
@@ -77,10 +79,14 @@ class EngineBackend:
     def tokenizer(self) -> Tokenizer:
         return self._engine.vocab
 
-    def render(self, request: ChatRequest) -> RenderedChat:
-        return self._renderer.render(request)
+    def render(self, request: ChatRequest, *, limit_tokens: int | None = None) -> RenderedChat:
+        return self._renderer.render(request, limit_tokens=limit_tokens)
 
     def render_completion(self, request: CompletionRequest) -> RenderedCompletion:
+        for text in request.prompts:
+            for part in text:
+                if isinstance(part, str):
+                    self._bound.check(part, self.n_ctx)
         return render_completion(request, self._engine.vocab)
 
     def generate(
