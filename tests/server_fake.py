@@ -186,18 +186,25 @@ def until(condition: Callable[[], object]) -> None:
 class Call:
     """One HTTP exchange, straight over ASGI: what came back is readable while it runs.
 
-    reads: cleared, the client takes nothing more.
+    reads: cleared, the client takes nothing more. is_cut: more of the body was to come.
     """
 
-    def __init__(self, app: Starlette, body: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        app: Starlette,
+        body: dict[str, Any],
+        *,
+        path: str = "/v1/chat/completions",
+        is_cut: bool = False,
+    ) -> None:
         self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
+        data = json.dumps(body).encode()
+        self._inbox.put_nowait({"type": "http.request", "body": data, "more_body": is_cut})
         self.status: int | None = None
         self.body = b""
         self.reads = asyncio.Event()
         self.reads.set()
         self._news = asyncio.Event()
-        path = "/v1/chat/completions"
         scope = {
             "type": "http", "http_version": "1.1", "method": "POST", "path": path,
             "raw_path": path.encode(), "query_string": b"", "headers": [], "root_path": "",

@@ -198,9 +198,116 @@ def test_a_start_script_of_llama_server_moves_over(
             if path == "/metrics":
                 assert list(text_string_to_metric_families(text))
         assert server.stop(signal.SIGTERM) == 0
-        assert not any("secret-k" in line for line in server.seen), "keys are never logged"
     with socket.create_server((host, port)):
         pass  # the port is free
+
+
+def status_of(address: tuple[str, int], path: str, content: bytes, **headers: str) -> int:
+    """Of a POST; a stream is read to its end."""
+    url = f"http://{address[0]}:{address[1]}{path}"
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return httpx2.post(url, content=content, headers=named, timeout=WAIT_S).status_code
+
+
+LOGGED = ((), ("-v",), ("-v", "--log-format", "json"))
+
+
+@pytest.mark.parametrize("switches", LOGGED)
+def test_keys_never_reach_the_log(
+    tiny_llama: Path, tmp_path: Path, switches: tuple[str, ...]
+) -> None:
+    """Not at the start, with no request that is let in or kept out, and not at the end."""
+    file = tmp_path / "keys"
+    file.write_text("filed-k\n")
+    keys = ("--api-key", "secret-k,other-k", "--api-key-file", str(file))
+    body = json.dumps(SHORT).encode()
+    with serving("-m", str(tiny_llama), *ARGS, *keys, *switches) as server:
+        address = server.address()
+        for key, status in (("secret-k", 200), ("filed-k", 200), ("wrong-k", 401)):
+            for headers in ({"Authorization": f"Bearer {key}"}, {"X_Api_Key": key}):
+                assert status_of(address, "/v1/chat/completions", body, **headers) == status
+                assert status_of(address, "/nothing", body, **headers) in (401, 404)
+                assert status_of(address, "/completion", b"{", **headers) in (400, 401)
+        assert server.stop(signal.SIGTERM) == 0
+        lines = server.log()
+    requests = [line for line in lines if "end=" in line]
+    assert len(requests) == 18, "the whole log was read"
+    assert [line for line in lines for key in ("secret-k", "other-k", "filed-k", "wrong-k")
+            if key in line] == []  # fmt: skip
+
+
+SHORT_TEXT = {"type": "string", "maxLength": 3}  # which calls of this template are not held to
+
+
+def bodies_with(word: str) -> list[tuple[str, int, Any]]:
+    """Path, status and body of requests that have the word in every place that takes a text."""
+    said = {"role": "user", "content": f"{word} and {word}"}
+    look: dict[str, Any] = {
+        "name": f"look_{word}", "description": word,
+        "parameters": {"type": "object", "properties": {word: {"type": "string"}}},
+    }  # fmt: skip
+    call = {
+        "id": word, "type": "function", "function": {"name": word, "arguments": f'{{"{word}": 1}}'},
+    }  # fmt: skip
+    history = [
+        {"role": "system", "content": word}, said,
+        {"role": "assistant", "content": None, "reasoning_content": word, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": word, "content": word}, said,
+    ]  # fmt: skip
+    tools = [{"type": "function", "function": look}, {"type": f"web_{word}"}]
+    loose = {**look, "parameters": {"type": "object", "properties": {word: SHORT_TEXT}}}
+    strict = {"type": "function", "function": {**loose, "strict": True}}
+    schema = {"type": "object", "properties": {word: {"enum": [word]}}, "required": [word]}
+    chat, few = "/v1/chat/completions", {"messages": [said], "max_tokens": 3}
+    call_first = {"logit_bias": {"278": 100}, "max_tokens": 8}
+    rows: list[tuple[str, int, Any]] = [
+        (chat, 200, {**few, "messages": history, "tools": tools, "kvmem": {"conversation_id": word},
+                     "stop": [word], "user": word, word: word, "reasoning_budget_message": word,
+                     "chat_template_kwargs": {word: word}}),
+        (chat, 200, {**few, "tools": [{"type": "function", "function": loose}]}),
+        (chat, 200, {**few, **call_first, "tools": tools}),
+        (chat, 200, {**few, "json_schema": schema, "max_tokens": 60}),
+        (chat, 200, {**few, "grammar": f'root ::= "{word}"'}),
+        (chat, 400, {**few, "messages": [{**said, "role": word}]}),
+        (chat, 400, {**few, "messages": [*history, {"role": "assistant", "content": word,
+                                                    "tool_calls": [{**call, "function": word}]}]}),
+        (chat, 400, {**few, "tools": tools, "tool_choice": word}),
+        (chat, 400, {**few, "tools": [strict]}),
+        (chat, 400, {**few, "json_schema": {"not": {"const": word}}}),
+        (chat, 400, {**few, "json_schema": {"$ref": f"#/{word}"}}),
+        (chat, 400, {**few, "grammar": f"root ::= {word}"}),
+        (chat, 400, {**few, "grammar": f'root ::= "{word}'}),
+        (chat, 400, {**few, "temperature": word}),
+        (chat, 400, {**few, "samplers": word}),
+        (chat, 400, {**few, "logit_bias": {"1000000": 1}}),
+        (chat, 400, {**few, "messages": [{**said, "content": f"{word} " * 9000}]}),
+        (chat, 400, f'{{"messages": "{word}'),
+        ("/completion", 200, {"prompt": word, "n_predict": 3, "stop": [word]}),
+        ("/completion", 400, {"prompt": word, "grammar": f"root ::= {word}"}),
+        ("/completion", 400, {"prompt": {"prompt_string": [word]}}),
+        ("/v1/completions", 400, {"prompt": f"{word} " * 9000}),
+        ("/tokenize", 200, {"content": word}),
+        ("/apply-template", 200, {"messages": history}),
+        ("/v1/messages", 404, {"messages": [said]}),
+    ]  # fmt: skip
+    return rows
+
+
+@pytest.mark.parametrize("switches", LOGGED)
+def test_no_text_of_a_request_reaches_the_log(tiny_llama: Path, switches: tuple[str, ...]) -> None:
+    """Whether it is answered, noted, refused, or ends with the engine's failure."""
+    rows = bodies_with("heliotrope")
+    with serving("-m", str(tiny_llama), *ARGS, *switches) as server:
+        address = server.address()
+        for path, status, body in rows:
+            streams = (False, True) if isinstance(body, dict) else (False,)
+            for stream in streams:
+                sent = json.dumps({**body, "stream": stream}) if isinstance(body, dict) else body
+                assert status_of(address, path, sent.encode()) == status, (path, sent[:300])
+        assert server.stop(signal.SIGTERM) == 0
+        lines = server.log()
+    assert sum("end=" in line for line in lines) >= 2 * 22
+    assert [line for line in lines if "heliotrope" in line.lower()] == []
 
 
 def test_keys_from_a_file_add_to_the_others(tmp_path: Path) -> None:

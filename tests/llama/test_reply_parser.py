@@ -304,3 +304,25 @@ def test_an_end_is_final(template: ChatTemplate, model: Model) -> None:
     parser.close()
     with pytest.raises(StateError, match="closed"):
         parser.feed("x")
+
+
+@pytest.mark.parametrize("n_read", [0, 40])
+def test_a_copy_reads_on_by_itself(template: ChatTemplate, model: Model, n_read: int) -> None:
+    first = ReplyParser(template, model, REQUEST)
+    before = first.feed(TWO_CALLS[:n_read])
+    second = first.clone()
+    assert second.rendered == first.rendered
+    other = "hm</think>\n\nNo." if n_read == 0 else TWO_CALLS[n_read:].replace("Oslo", "Rome")
+    said = [first.feed(TWO_CALLS[n_read:]), second.feed(other)]
+    first_end = first.finish()
+    first.close()
+    ends = [first_end, second.finish()]
+    for text, added, end in zip((TWO_CALLS, TWO_CALLS[:n_read] + other), said, ends, strict=True):
+        alone = ReplyParser(template, model, REQUEST)
+        assert [alone.feed(text[:n_read]), alone.feed(text[n_read:]), alone.finish()] == [
+            before,
+            added,
+            end,
+        ]
+    with pytest.raises(StateError):
+        first.clone()

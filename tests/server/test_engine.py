@@ -27,9 +27,9 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def client_of(path: Path, **memory: Any) -> TestClient:
+def client_of(path: Path, *, template: str | None = None, **memory: Any) -> TestClient:
     config = EngineConfig(
-        model=ModelConfig(path=path, n_threads=1),
+        model=ModelConfig(path=path, n_threads=1, chat_template=template),
         memory=MemoryConfig(
             **{"workspace_tokens": 4096, "budget_tokens": 512, "reserve_tokens": 64,
                "block_tokens": 32, **memory}
@@ -224,6 +224,54 @@ def test_a_stop_text_of_the_real_tokenizer(client: TestClient) -> None:
     told = reply["choices"][0]["logprobs"]["content"]
     assert len(told) == reply["usage"]["completion_tokens"], "nothing from behind the stop text"
     assert reply["choices"][0]["finish_reason"] == "stop"
+
+
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    "<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
+    "'<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The demo model's template: it shows no tools."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_demanded_is_never_prose(tiny_llama: Path, stream: bool) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    named = {"type": "function", "function": {"name": "look"}}
+    body = {"messages": [user("hi")], "tools": [tool], "max_tokens": 8, "stream": stream}
+    with client_of(tiny_llama, template=SMOLLM2) as client:
+        until(lambda: client.get("/health").status_code == 200)
+        for choice in ("required", named):
+            response = client.post(CHAT, json={**body, "tool_choice": choice})
+            error = response.json()["error"]
+            assert (response.status_code, error["type"]) == (400, "not_supported_error")
+            assert "this model's chat template has no place for tools" in error["message"]
+        for choice in ("auto", "none"):
+            assert client.post(CHAT, json={**body, "tool_choice": choice}).status_code == 200
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tokenize(*args: Any, **options: Any) -> Any:
+        raise AssertionError("30 MB are tokenised")
+
+    text = "heliotrope " * (30_000_000 // 11)
+    monkeypatch.setattr("kvmem.chat.segments.SegmentTokenizer.tokenize", tokenize)
+    monkeypatch.setattr("kvmem.chat.completion.tokenize_mixed", tokenize)
+    for path, body in (
+        (CHAT, {"messages": [user(text)]}),
+        (CHAT, {"messages": [user(text)], "stream": True}),
+        ("/completion", {"prompt": text}),
+        ("/v1/completions", {"prompt": text, "stream": True}),
+    ):
+        response = client.post(path, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["type"]) == (400, "exceed_context_size_error")
+        assert error["n_ctx"] == 4096 <= error["n_prompt_tokens"] < 30_000_000
+        assert "tokens or more) exceeds the available context size (4096" in error["message"]
 
 
 def test_the_examples_of_the_page_are_answered(client: TestClient, root: Path) -> None:

@@ -1,19 +1,22 @@
 """Order, cancel and shutdown: what happens while several clients come and go."""
 
 import asyncio
+import json
 import logging
 import threading
 from collections.abc import Callable, Coroutine
+from time import monotonic
 from typing import Any
 
 import pytest
+from engines import log_records
 from server_fake import WAIT_S, Call, FakeBackend, Script, acquire, app_of, running, until
 from starlette.testclient import TestClient
 
 from kvmem.config import ServerConfig
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams
-from kvmem.errors import EngineError
+from kvmem.errors import ContextLengthError, EngineError
 from kvmem.server.app import create_app
 from kvmem.server.fair_queue import FairQueue
 from kvmem.server.worker import EngineWorker
@@ -341,3 +344,116 @@ def test_a_start_that_cannot_be_announced_is_a_failure() -> None:
         assert client.post("/v1/chat/completions", json=body()).status_code == 500
         assert client.get("/health").status_code == 500
     assert backend.closed
+
+
+class SlowBackend(FakeBackend):
+    """Renders when it is told to."""
+
+    def __init__(self, *scripts: Script, error: Exception | None = None) -> None:
+        super().__init__(*scripts)
+        self.is_slow = False
+        self.may_render = threading.Event()
+        self.error = error
+
+    def _wait(self) -> None:
+        if self.is_slow:
+            assert self.may_render.wait(WAIT_S)
+            if self.error is not None:
+                raise self.error
+
+    def render(self, request: Any, *, limit_tokens: int | None = None) -> Any:
+        rendered = super().render(request, limit_tokens=limit_tokens)
+        self._wait()
+        return rendered
+
+    def render_completion(self, request: Any) -> Any:
+        self._wait()
+        return super().render_completion(request)
+
+
+PATHS = ("/v1/chat/completions", "/completion")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_stream_begins_while_its_prompt_is_rendered(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmem.server.reply.SILENCE_S", 0.01)
+    backend = SlowBackend()
+
+    async def test() -> None:
+        async with running(app_of(backend)) as app:
+            await ready(app)
+            backend.is_slow = True
+            began = monotonic()
+            call = Call(app, body(prompt="x", stream=True), path=path)
+            await call.until(lambda: call.body.count(b":\n\n") >= 3)
+            assert monotonic() - began < 1.5, "0.7 s, and what the machine adds"
+            assert (call.status, len(backend.params)) == (200, 1)
+            assert b"data:" not in call.body
+            backend.may_render.set()
+            await call.task
+            assert b"Hello" in call.body and b"error" not in call.body
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_wrong_with_a_prompt_that_takes_long_ends_its_stream(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmem.server.reply.HEADERS_S", 0.01)
+    backend = SlowBackend(error=ContextLengthError(70, 64))
+
+    async def test() -> None:
+        async with running(app_of(backend)) as app:
+            await ready(app)
+            backend.is_slow = True
+            with log_records("kvmem.server.request") as records:
+                call = Call(app, body(prompt="x", stream=True), path=path)
+                await call.until(lambda: bool(call.body))
+                backend.may_render.set()
+                await call.task
+            *_, last = call.body.decode().split("\n\n")[:-1]
+            error = json.loads(last.removeprefix("data: "))["error"]
+            assert (error["code"], error["type"]) == (400, "exceed_context_size_error")
+            assert (error["n_prompt_tokens"], error["n_ctx"]) == (70, 64)
+            assert [record.__dict__["fields"]["end"] for record in records] == ["400"]
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_hangs_up_while_the_prompt_is_rendered_is_never_queued(
+    path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmem.server.reply.HEADERS_S", 0.01)
+    backend = SlowBackend()
+
+    async def test() -> None:
+        async with running(app_of(backend)) as app:
+            await ready(app)
+            backend.is_slow = True
+            with log_records("kvmem.server.request") as records:
+                call = Call(app, body(prompt="x", stream=stream), path=path)
+                if stream:
+                    await call.until(lambda: bool(call.body))
+                call.hang_up()
+                await asyncio.sleep(0.05)
+                assert not call.task.done(), "what it renders with must stay open"
+                backend.may_render.set()
+                await call.task
+            assert len(backend.params) == 1
+            assert [record.__dict__["fields"]["end"] for record in records] == ["left"]
+
+    run(test())
+
+
+def test_several_replies_are_rendered_once() -> None:
+    backend = FakeBackend()
+    with TestClient(app_of(backend)) as client:
+        until(lambda: client.get("/health").status_code == 200)
+        for stream in (False, True):
+            assert client.post(PATHS[0], json=body(n=5, stream=stream)).status_code == 200
+    assert (len(backend.requests), len(backend.params)) == (2, 10)

@@ -64,6 +64,7 @@ KVMEM_BRIDGE_API int kvmem_chat_render(
 // reply]. The grammar is one that a sampler accepts. The model is read during the call only.
 KVMEM_BRIDGE_API int  kvmem_reply_init(const kvmem_chat * chat, const struct llama_model * model, const char * request,
         size_t n_request, kvmem_reply ** out, char ** text, size_t * n_text);
+KVMEM_BRIDGE_API int  kvmem_reply_clone(const kvmem_reply * reply, kvmem_reply ** out);
 KVMEM_BRIDGE_API void kvmem_reply_free(kvmem_reply * reply);
 
 // Append whole characters of the reply. What they add comes out as

@@ -341,6 +341,10 @@ int kvmem_reply_init(const kvmem_chat * chat, const struct llama_model * model, 
     });
 }
 
+int kvmem_reply_clone(const kvmem_reply * reply, kvmem_reply ** out) {
+    return kvmem_guard([&] { *out = new kvmem_reply(*reply); });
+}
+
 void kvmem_reply_free(kvmem_reply * reply) {
     delete reply;
 }

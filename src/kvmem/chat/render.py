@@ -10,7 +10,7 @@ import numpy as np
 from kvmem.chat.binding import bind, find_thinking
 from kvmem.chat.contents import ContentFinder, find_last_part
 from kvmem.chat.format import Demands, Parameters, TemplateFormat
-from kvmem.chat.reply import Parser, PlainParser, ReplyReader, ThinkingTags
+from kvmem.chat.reply import NewParser, Parser, PlainParser, ReplyReader, ThinkingTags
 from kvmem.chat.request import ChatRequest
 from kvmem.chat.segments import SegmentTokenizer, TokenizedText
 from kvmem.chat.token_bound import TokenBound
@@ -38,7 +38,7 @@ class RenderedChat:
     prompt: Prompt
     stops: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
-    parser: Parser = field(default_factory=PlainParser)
+    parser: NewParser = field(default_factory=PlainParser)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
     time_limit_s: float | None = None
@@ -50,16 +50,23 @@ class RenderedChat:
 
     def reader(self) -> ReplyReader:
         """Reads the reply; a parser serves one."""
-        reader = ReplyReader(
-            self.parser,
+        return self._reader(self.parser)
+
+    def readers(self, n: int) -> list[ReplyReader]:
+        """One for each of so many replies."""
+        parsers = [self.parser, *(self.parser.clone() for _ in range(n - 1))]
+        return [self._reader(parser) for parser in parsers]
+
+    def _reader(self, parser: Parser) -> ReplyReader:
+        return ReplyReader(
+            parser,
             stops=self.stops,
             ends=self.ends,
             preserved=self.preserved,
             used_ids=self.call_ids,
             thinking=self.thinking,
+            notes=self.notes,
         )
-        reader.notes += self.notes
-        return reader
 
     def params(self) -> GenerateParams:
         return GenerateParams(

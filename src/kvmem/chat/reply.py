@@ -12,7 +12,7 @@ import string
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic, thread_time
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from kvmem.chat.stream import ReplyText
 from kvmem.engine.events import StopReason, TokenEvent
@@ -20,6 +20,7 @@ from kvmem.engine.events import StopReason, TokenEvent
 __all__ = [
     "CallDelta",
     "Delta",
+    "NewParser",
     "Parser",
     "PlainParser",
     "ReplyMessage",
@@ -42,6 +43,12 @@ class Parser(Protocol):
     def finish(self, *, is_cut: bool = False) -> dict[str, Any]: ...
 
 
+class NewParser(Parser, Protocol):
+    """One that may be read with several times, by copies."""
+
+    def clone(self) -> Self: ...
+
+
 class PlainParser:
     """For a prompt without a template: all is content."""
 
@@ -50,6 +57,9 @@ class PlainParser:
 
     def finish(self, *, is_cut: bool = False) -> dict[str, Any]:
         return {}
+
+    def clone(self) -> Self:
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +123,13 @@ class ReplyReader:
     stops: texts that end it. ends: those of them that the model's own format ends with, which cut
     nothing off. preserved: bytes of control tokens whose text belongs to the format.
     used_ids: ids of earlier calls, which no new call may have.
+    notes: what is to be known of the request, which may hold words of the client's.
     clock: seconds. work: seconds that this thread has worked.
 
     is_stopped: a stop text has come; the reply is to be ended.
     n_tokens: tokens that were read, the one that completed a stop text included.
     reasoning_tokens: tokens up to the end of thinking.
-    notes: what a reader of the reply should know.
+    own_notes: what is to be known of the reply, without a word of it. notes: of both.
     """
 
     def __init__(
@@ -130,6 +141,7 @@ class ReplyReader:
         preserved: Mapping[int, bytes] | None = None,
         used_ids: Collection[str] = (),
         thinking: ThinkingTags | None = None,
+        notes: Sequence[str] = (),
         clock: Callable[[], float] = monotonic,
         work: Callable[[], float] = thread_time,
     ) -> None:
@@ -146,7 +158,12 @@ class ReplyReader:
         self._n_calls = 0
         self._is_finished = False
         self.n_tokens = 0
-        self.notes: list[str] = []
+        self._given_notes = tuple(notes)
+        self.own_notes: list[str] = []
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self._given_notes, *self.own_notes]
 
     @property
     def is_stopped(self) -> bool:
@@ -211,7 +228,7 @@ class ReplyReader:
         return reason == "stop"
 
     def _delta(self, parts: dict[str, Any]) -> Delta:
-        self.notes += parts.get("notes", ())
+        self.own_notes += parts.get("notes", ())
         calls = tuple(self._call(call) for call in parts.get("calls", ()))
         return Delta(
             reasoning=parts.get("reasoning", ""), content=parts.get("content", ""), calls=calls

@@ -32,6 +32,7 @@ cdef extern from "kvmem-bridge.h" nogil:
 
     int kvmem_reply_init(const kvmem_chat *chat, const llama_model *model, const char *request,
                          size_t n_request, kvmem_reply **out, char **text, size_t *n_text)
+    int kvmem_reply_clone(const kvmem_reply *reply, kvmem_reply **out)
     void kvmem_reply_free(kvmem_reply *reply)
     int kvmem_reply_feed(kvmem_reply *reply, const char *text, size_t n_text, char **delta,
                          size_t *n_delta)

@@ -6,7 +6,7 @@ cimport cython
 
 from kvmem.errors import StateError
 from kvmem.llama cimport c_bridge as c
-from kvmem.llama.bridge cimport as_json, take
+from kvmem.llama.bridge cimport as_json, check, take
 from kvmem.llama.model cimport Model
 from kvmem.llama.template cimport ChatTemplate, rendered_of
 
@@ -55,6 +55,13 @@ cdef class ReplyParser:
         if self._ptr == NULL:
             raise StateError("the reply parser is closed")
         return self._ptr
+
+    def clone(self):
+        """An independent copy, which has read the same so far."""
+        cdef ReplyParser copy = ReplyParser.__new__(ReplyParser)
+        check(c.kvmem_reply_clone(self.get(), &copy._ptr), "", "the parser cannot be copied: ")
+        copy.rendered = self.rendered
+        return copy
 
     def close(self):
         """Free the parser. A second call does nothing."""

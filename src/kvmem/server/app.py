@@ -18,6 +18,7 @@ from kvmem.server.backend import Backend
 from kvmem.server.completions import CompletionApi
 from kvmem.server.errors import error_response, http_error_response
 from kvmem.server.monitor import MonitorApi
+from kvmem.server.request_log import RequestLog
 from kvmem.server.routes import Api
 from kvmem.server.security import ApiKeys, Hosts, Origins
 from kvmem.server.tokens import TokenApi
@@ -66,6 +67,7 @@ def create_app(
             *monitor.routes(),
         ],
         middleware=[
+            Middleware(RequestLog),
             *_host_check(config),
             Middleware(Origins, allowed=config.cors_origins),  # before keys: a preflight has none
             Middleware(ApiKeys, keys=config.api_keys),

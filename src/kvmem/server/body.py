@@ -5,10 +5,11 @@ import re
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from kvmem.chat.fields import FieldError
 from kvmem.errors import RequestError
+from kvmem.server.errors import ClientGone
 
 __all__ = ["read_json", "read_object_body"]
 
@@ -19,10 +20,13 @@ HALF_PAIR = re.compile("[\ud800-\udfff]")
 async def read_json(request: Request) -> Any:
     """Raises RequestError if it is no JSON, and a 413 if it is too large."""
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+    except ClientDisconnect:
+        raise ClientGone from None
     try:
         return _parse(body.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

@@ -97,7 +97,7 @@ async def read_completion(
                     waiting.logprobs.append(likely)
                 has_new_line |= "\n" in waiting.text
                 if text.is_stopped:
-                    generation.cancel()
+                    generation.cancel("stop")
                 if waiting.text:
                     yield waiting
                     waiting = Piece()

@@ -1,7 +1,8 @@
 """Plain completions: llama-server's own endpoint, and OpenAI's older one."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -11,18 +12,37 @@ from starlette.routing import Route
 from kvmem.chat.completion import CompletionRequest, parse_completion_request
 from kvmem.chat.fields import FieldError
 from kvmem.chat.request import RequestDefaults
+from kvmem.chat.text import MixedText
 from kvmem.engine.events import Event, PromptProgress
 from kvmem.errors import ContextLengthError
 from kvmem.server import sse
+from kvmem.server.backend import Backend
 from kvmem.server.body import read_object_body
 from kvmem.server.completion_reader import Piece, Tick, read_completion, read_whole_completion
 from kvmem.server.completion_shape import NativeShape, OpenAiShape
-from kvmem.server.reply import EventLines, cancel_on_disconnect, first_event, last_words
+from kvmem.server.reply import (
+    FIRST_EVENT_S,
+    EventLines,
+    begin_stream,
+    comments_until,
+    end_on_disconnect,
+    last_words,
+)
+from kvmem.server.work import Work
 from kvmem.server.worker import EngineWorker, Generation
 
 __all__ = ["CompletionApi"]
 
 Shape = NativeShape | OpenAiShape
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """first: the first event of the first one, if it came at once."""
+
+    generations: Sequence[Generation]
+    shape: Shape
+    first: Event | None
 
 
 class CompletionApi:
@@ -56,34 +76,47 @@ class CompletionApi:
             raise FieldError("prompt", f"asks for {len(asked.prompts) * asked.n} replies, but one "
                              f"request may ask for {most}: send several")  # fmt: skip
         backend = self._worker.backend
+        work = Work(self._worker, request)
+        if asked.stream:
+            beginning = await begin_stream(
+                work,
+                self._begin(asked, backend, work, kind),
+                n_letters=max(map(_n_letters, asked.prompts)),
+                n_ctx=backend.n_ctx,
+            )
+            return EventLines(work, beginning, _lines(beginning, asked))
+        async with end_on_disconnect(request, work):
+            begun = await self._begin(asked, backend, work, kind)
+            replies = [await read_whole_completion(one, asked.stop) for one in begun.generations]
+        return JSONResponse(begun.shape.whole(replies))
+
+    async def _begin(
+        self, asked: CompletionRequest, backend: Backend, work: Work, kind: type[Shape]
+    ) -> _Begun:
         rendered = await run_in_threadpool(backend.render_completion, asked)
         for prompt in rendered.prompts:
             if len(prompt.tokens) >= backend.n_ctx:
                 raise ContextLengthError(len(prompt.tokens), backend.n_ctx)
+        generations = [
+            work.submit(prompt, params)
+            for prompt, params in zip(rendered.prompts, rendered.params, strict=True)
+        ]
         shape = kind(self._model_name, asked, rendered)
-        async with AsyncExitStack() as stack:
-            generations = [
-                await stack.enter_async_context(self._worker.submit(prompt, params))
-                for prompt, params in zip(rendered.prompts, rendered.params, strict=True)
-            ]
-            if asked.stream:
-                first = await first_event(generations[0])
-                stack.pop_all()  # from here on the stream ends them
-                return EventLines(generations, _lines(generations, first, asked, shape))
-            await stack.enter_async_context(cancel_on_disconnect(request, *generations))
-            replies = [await read_whole_completion(one, asked.stop) for one in generations]
-        return JSONResponse(shape.whole(replies))
+        first = await generations[0].next(FIRST_EVENT_S) if asked.stream else None
+        return _Begun(generations, shape, first)
 
 
-async def _lines(
-    generations: Sequence[Generation],
-    first: Event | None,
-    asked: CompletionRequest,
-    shape: Shape,
-) -> AsyncIterator[bytes]:
-    yield sse.COMMENT  # headers go out with it
+def _n_letters(text: MixedText) -> int:
+    return sum(len(part) for part in text if isinstance(part, str))
+
+
+async def _lines(beginning: asyncio.Task[_Begun], asked: CompletionRequest) -> AsyncIterator[bytes]:
     try:
-        for index, generation in enumerate(generations):
+        async for comment in comments_until(beginning):
+            yield comment
+        begun = beginning.result()
+        first, shape = begun.first, begun.shape
+        for index, generation in enumerate(begun.generations):
             async for item in read_completion(generation, asked.stop, first=first):
                 if isinstance(item, Tick):
                     yield sse.COMMENT

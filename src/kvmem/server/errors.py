@@ -15,7 +15,18 @@ from kvmem.errors import (
     UnsupportedContentError,
 )
 
-__all__ = ["HTTP_TYPES", "SwitchedOff", "error_body", "error_response", "http_error_response"]
+__all__ = [
+    "GONE",
+    "HTTP_TYPES",
+    "ClientGone",
+    "SwitchedOff",
+    "error_body",
+    "error_response",
+    "http_error_response",
+    "status_of",
+]
+
+GONE = 499  # nginx's, for an answer that nobody takes
 
 HTTP_TYPES: dict[int, str] = {
     401: "authentication_error",
@@ -32,6 +43,13 @@ class SwitchedOff(KvmemError):
     """An endpoint that the start has not asked for; the message says how."""
 
 
+class ClientGone(Cancelled):
+    """Nobody is there to be answered."""
+
+    def __init__(self) -> None:
+        super().__init__("the client has gone")
+
+
 # exception -> (status, type); the first that fits, so subclasses stand above their bases.
 # What a client cannot mend by trying again has no 5xx: SDKs repeat those.
 TABLE: tuple[tuple[type[Exception], int, str], ...] = (
@@ -40,6 +58,7 @@ TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (UnsupportedContentError, 400, "not_supported_error"),
     (RequestError, 400, "invalid_request_error"),
     (CapacityError, 503, "unavailable_error"),
+    (ClientGone, GONE, "unavailable_error"),
     (Cancelled, 503, "unavailable_error"),
     (EngineError, 500, "server_error"),
     (KvmemError, 500, "server_error"),
@@ -72,6 +91,11 @@ def http_error_response(status: int, message: str) -> JSONResponse:
     kind = HTTP_TYPES.get(status, "invalid_request_error")
     fields = {"code": status, "message": message, "type": kind, "param": None}
     return JSONResponse({"error": fields}, status_code=status)
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status that it is answered with."""
+    return _status(error)[0]
 
 
 def _status(error: Exception) -> tuple[int, str]:

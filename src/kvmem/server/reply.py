@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -20,18 +20,24 @@ from kvmem.server import sse
 from kvmem.server.errors import error_body
 from kvmem.server.pace import Pace
 from kvmem.server.sse import Reply, ReplyShape
+from kvmem.server.work import Work
 from kvmem.server.worker import Generation
 
 __all__ = [
+    "FIRST_EVENT_S",
     "SILENCE_S",
+    "Begun",
     "Choice",
     "EventLines",
     "EventStream",
-    "cancel_on_disconnect",
-    "first_event",
+    "begin_stream",
+    "comments_until",
+    "end_on_disconnect",
     "last_words",
     "read_whole",
 ]
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -41,33 +47,59 @@ SILENCE_S = 1.0
 # So long may a client leave what was sent unread: then it has hung, and others wait for the engine.
 STALLED_S = 60.0
 
-# Errors of the first moments are plain HTTP errors; after that the stream has begun.
+# Errors of the first moments are plain HTTP errors; after that the stream has begun. The first
+# second must not be a silent one, so it begins also while a long prompt is still rendered.
 FIRST_EVENT_S = 0.2
+HEADERS_S = 0.7
+# No text of a language has so many letters for each token on average: it is no prompt that fits.
+MOST_LETTERS = 8
 
 
-async def first_event(generation: Generation) -> Event | None:
-    """The first event, or None if it takes longer. Raises what the engine raised."""
+async def begin_stream(
+    work: Work, start: Coroutine[Any, Any, T], *, n_letters: int, n_ctx: int
+) -> asyncio.Task[T]:
+    """What comes before a stream's first word: over, or still going on where it takes too long to
+    keep the client waiting for a sign of life. Raises what it raised, as long as that is known.
+
+    n_letters: of the prompt. One that will hardly fit gets its status, however long that takes.
+    """
+    task = asyncio.create_task(start)
+    timeout_s = None if n_letters > MOST_LETTERS * n_ctx else HEADERS_S
     try:
-        return await generation.next(FIRST_EVENT_S)
+        await asyncio.wait({task}, timeout=timeout_s)
+        if task.done():
+            task.result()
     except BaseException:
-        generation.cancel()
+        work.end()
         raise
+    return task
+
+
+async def comments_until(task: asyncio.Task[T]) -> AsyncIterator[bytes]:
+    """The first line of a stream, with which the headers go out, and one for each second until
+    the task is over.
+    """
+    yield sse.COMMENT
+    while not task.done():
+        await asyncio.wait({task}, timeout=SILENCE_S)
+        if not task.done():
+            yield sse.COMMENT
 
 
 @asynccontextmanager
-async def cancel_on_disconnect(request: Request, *generations: Generation) -> AsyncIterator[None]:
-    """Cancels the generations when the client goes. The body must have been read."""
+async def end_on_disconnect(request: Request, work: Work) -> AsyncIterator[None]:
+    """Ends the work with the block, or as the client goes. The body must have been read."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        for generation in generations:
-            generation.abandon()
+        work.abandon()
 
     task = asyncio.create_task(watch())
     try:
         yield
     finally:
+        work.end()
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
@@ -87,10 +119,16 @@ async def read_whole(generation: Generation, reader: ReplyReader) -> Reply:
 
 
 class EventLines(StreamingResponse):
-    """Server-sent events. However they end, the generations that they tell of end with them."""
+    """Server-sent events. However they end, the work that they tell of ends with them.
 
-    def __init__(self, generations: Sequence[Generation], lines: AsyncIterator[bytes]) -> None:
-        self._generations = generations
+    beginning: is waited for, also when the client has gone: what it renders with stays open.
+    """
+
+    def __init__(
+        self, work: Work, beginning: asyncio.Task[Any], lines: AsyncIterator[bytes]
+    ) -> None:
+        self._work = work
+        self._beginning = beginning
         super().__init__(
             lines,
             media_type="text/event-stream",
@@ -111,8 +149,9 @@ class EventLines(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            for generation in self._generations:
-                generation.cancel()
+            self._work.end()
+            await asyncio.wait({self._beginning})
+            self._work.log_failure(self._beginning.exception())
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +163,22 @@ class Choice:
     pace: Pace
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request whose replies are under way. first: the first event of the first one, if it came
+    at once.
+    """
+
+    choices: Sequence[Choice]
+    shape: ReplyShape
+    first: Event | None
+
+
 class EventStream(EventLines):
     """The replies to a chat request as server-sent events, one after the other."""
 
-    def __init__(self, choices: Sequence[Choice], first: Event | None, shape: ReplyShape) -> None:
-        super().__init__([one.generation for one in choices], _events(choices, first, shape))
+    def __init__(self, work: Work, beginning: asyncio.Task[Begun]) -> None:
+        super().__init__(work, beginning, _events(beginning))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +193,14 @@ class _Piece:
         return bool(self.delta or self.logprobs)
 
 
-async def _events(
-    choices: Sequence[Choice], first: Event | None, shape: ReplyShape
-) -> AsyncIterator[bytes]:
-    yield sse.COMMENT  # headers go out with it
+async def _events(beginning: asyncio.Task[Begun]) -> AsyncIterator[bytes]:
     ends: list[tuple[Done, ReplyReader]] = []
     try:
-        for index, choice in enumerate(choices):
+        async for comment in comments_until(beginning):
+            yield comment
+        begun = beginning.result()
+        first, shape = begun.first, begun.shape
+        for index, choice in enumerate(begun.choices):
             async for chunk in _chunks(index, choice, first, shape, ends):
                 yield sse.COMMENT if chunk is None else sse.encode(chunk)
             first = None
@@ -237,7 +288,7 @@ async def _read(
             waiting += [token.logprobs for token in read if token.logprobs is not None]
             n_waiting += len(read)
             if reader.is_stopped:
-                generation.cancel()
+                generation.cancel("stop")
         if delta:
             yield _Piece(delta, tuple(waiting), n_waiting)
             waiting, n_waiting = [], 0
@@ -265,5 +316,5 @@ def _end(done: Done, reader: ReplyReader) -> Done:
 
 
 def _log_notes(reader: ReplyReader) -> None:
-    for note in reader.notes:
+    for note in reader.own_notes:
         _log.info("%s", note)

@@ -1,6 +1,5 @@
 """The endpoints: /health, /v1/models, /v1/chat/completions, each also without /v1."""
 
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +9,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvmem.chat.request import RequestDefaults, parse_chat_request
+from kvmem.chat.request import ChatRequest, RequestDefaults, parse_chat_request
 from kvmem.errors import ContextLengthError
+from kvmem.server.backend import Backend
 from kvmem.server.body import read_json
 from kvmem.server.pace import Pace
-from kvmem.server.reply import Choice, EventStream, cancel_on_disconnect, first_event, read_whole
+from kvmem.server.reply import (
+    FIRST_EVENT_S,
+    Begun,
+    Choice,
+    EventStream,
+    begin_stream,
+    end_on_disconnect,
+    read_whole,
+)
 from kvmem.server.sse import ReplyShape
+from kvmem.server.work import Work
 from kvmem.server.worker import EngineWorker
 
 __all__ = ["Api"]
@@ -78,34 +87,40 @@ class Api:
         body = await read_json(request)
         backend = self._worker.backend
         asked = parse_chat_request(body, self._defaults)
-        # a parser reads one reply, so each has its own
-        rendered = [await run_in_threadpool(backend.render, asked) for _ in range(asked.n)]
-        prompt = rendered[0].prompt
+        work = Work(self._worker, request)
+        if asked.stream:
+            beginning = await begin_stream(
+                work,
+                self._begin(asked, backend, work),
+                n_letters=sum(len(part) for one in asked.messages for part in one.parts),
+                n_ctx=backend.n_ctx,
+            )
+            return EventStream(work, beginning)
+        async with end_on_disconnect(request, work):
+            begun = await self._begin(asked, backend, work)
+            replies = [await read_whole(one.generation, one.reader) for one in begun.choices]
+        return JSONResponse(begun.shape.whole(replies))
+
+    async def _begin(self, asked: ChatRequest, backend: Backend, work: Work) -> Begun:
+        rendered = await run_in_threadpool(backend.render, asked, limit_tokens=backend.n_ctx)
+        prompt = rendered.prompt
         again = replace(prompt, is_read_anew=False)  # the first reply has read it
         if len(prompt.tokens) >= backend.n_ctx:
             raise ContextLengthError(len(prompt.tokens), backend.n_ctx)
+        params = rendered.params()
+        choices = [
+            Choice(
+                work.submit(again if number else prompt, params.vary(number)),
+                reader,
+                Pace(with_progress=asked.show_progress, with_timings=asked.show_timings),
+            )
+            for number, reader in enumerate(rendered.readers(asked.n))
+        ]
         shape = ReplyShape(
             model=self._model_name,
-            prompt=rendered[0].text if asked.show_prompt else None,
+            prompt=rendered.text if asked.show_prompt else None,
             include_usage=asked.include_usage,
             include_memory=asked.include_memory,
         )
-        async with AsyncExitStack() as stack:
-            choices = [
-                Choice(
-                    await stack.enter_async_context(
-                        self._worker.submit(again if number else prompt, one.params().vary(number))
-                    ),
-                    one.reader(),
-                    Pace(with_progress=asked.show_progress, with_timings=asked.show_timings),
-                )
-                for number, one in enumerate(rendered)
-            ]
-            generations = [choice.generation for choice in choices]
-            if asked.stream:
-                first = await first_event(generations[0])
-                stack.pop_all()  # from here on the stream ends them
-                return EventStream(choices, first, shape)
-            await stack.enter_async_context(cancel_on_disconnect(request, *generations))
-            replies = [await read_whole(one.generation, one.reader) for one in choices]
-        return JSONResponse(shape.whole(replies))
+        first = await choices[0].generation.next(FIRST_EVENT_S) if asked.stream else None
+        return Begun(choices, shape, first)

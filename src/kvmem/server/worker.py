@@ -8,17 +8,16 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Hashable
-from types import TracebackType
-from typing import Self
 
 from kvmem.engine.events import Done, Event
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams
-from kvmem.engine.stats import RequestStats
 from kvmem.errors import Cancelled, CapacityError, EngineError, KvmemError, RequestError
 from kvmem.llama.context import CancelToken
 from kvmem.server.backend import Backend
+from kvmem.server.errors import status_of
 from kvmem.server.fair_queue import FairQueue
+from kvmem.server.request_log import log_reply, log_unserved
 from kvmem.server.watch import Watch
 
 __all__ = ["EngineWorker", "Generation", "Load"]
@@ -29,20 +28,21 @@ Load = Callable[[Callable[[float], object]], Backend]
 SESSION_TOKENS = 512
 
 STOPPING = "the server is stopping"
+LEFT = "the request was cancelled before it began"
 UNKNOWN = "internal error; the log has it"
 
 _log = logging.getLogger(__name__)
-_request_log = logging.getLogger("kvmem.server.request")
 
 
 class Generation:
-    """One request in the worker. Leaving its `async with` block cancels what is not done."""
+    """One reply in the worker, from the queue to its end."""
 
     def __init__(self, prompt: Prompt, params: GenerateParams, worker: "EngineWorker") -> None:
         self._worker = worker
         self._prompt = prompt
         self._params = params
         self._cancel = CancelToken()
+        self._cancelled_as = ""
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
 
@@ -72,35 +72,25 @@ class Generation:
             events.append(event)
         return events
 
-    def cancel(self) -> None:
+    def cancel(self, end: str = "cancelled") -> None:
         """Ask the engine to end this request; a Done follows, unless it never began.
 
-        One that waits leaves the queue at once.
+        One that waits leaves the queue at once. end: what the log calls it; the first one counts.
         """
+        self._cancelled_as = self._cancelled_as or end
         self._cancel.set()
         if self._worker.leave(self):
-            self.refuse("the request was cancelled before it began")
+            self.refuse(LEFT, "left")
 
     def abandon(self) -> None:
         """Cancel, and wake who waits in `next` at once: the client has gone."""
         self.cancel()
         self._events.put_nowait(Cancelled("the client has gone"))
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.cancel()
-
     def run(self, backend: Backend) -> None:
         """In the worker's thread: generate, and hand over each event or the error."""
         if self._cancel.is_set():
-            self.refuse("the request was cancelled before it began")
+            self.refuse(LEFT, "stopped" if self._cancelled_as == "stopped" else "left")
             return
         watch = self._worker.watch
         watch.began(self._prompt)
@@ -108,18 +98,34 @@ class Generation:
             for event in backend.generate(self._prompt, self._params, self._cancel):
                 watch.saw(event)
                 if isinstance(event, Done):
-                    _log_request(event)
+                    self._log(event)
                 self._put(event)
         except Exception as error:
+            n_said = watch.now.reply_tokens
             watch.failed()
             if not isinstance(error, RequestError | CapacityError):
                 _log.error("a request failed", exc_info=error)
+            self._log_unserved(str(status_of(error)), reply_tokens=n_said)
             # what is not ours is logged here, and then not again where it is answered
             self._put(error if isinstance(error, KvmemError) else EngineError(UNKNOWN))
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: str, end: str) -> None:
+        """In any thread: it never begins. end: what the log calls it."""
+        self._log_unserved(end)
+        self.tell(reason)
+
+    def tell(self, reason: str) -> None:
         """In any thread: tell who waits in `next` that it has ended."""
         self._put(Cancelled(reason))
+
+    def _log(self, done: Done) -> None:
+        is_cancelled = done.reason == "cancelled" and self._cancelled_as
+        log_reply(done.stats, self._cancelled_as if is_cancelled else done.reason)
+        for note in done.stats.memory.notes:
+            _log.warning("%s", note)
+
+    def _log_unserved(self, end: str, *, reply_tokens: int = 0) -> None:
+        log_unserved(end, prompt_tokens=len(self._prompt.tokens), reply_tokens=reply_tokens)
 
     def _put(self, item: Event | BaseException) -> None:
         try:
@@ -174,10 +180,10 @@ class EngineWorker:
             self._stopping = True
             current = self._current
         for generation in self._queue.close():
-            generation.refuse(STOPPING)
+            generation.refuse(STOPPING, "stopped")
         if current is not None:
-            current.cancel()
-            current.refuse(STOPPING)
+            current.cancel("stopped")
+            current.tell(STOPPING)
 
     def stop(self) -> None:
         """Halt, close the backend and wait for the thread."""
@@ -233,10 +239,11 @@ class EngineWorker:
             while (generation := self._queue.get()) is not None:
                 with self._lock:
                     self._current = generation
-                    if self._stopping:
-                        generation.cancel()
-                        generation.refuse(STOPPING)
-                generation.run(backend)
+                    comes_late = self._stopping
+                if comes_late:
+                    generation.refuse(STOPPING, "stopped")
+                else:
+                    generation.run(backend)
                 with self._lock:
                     self._current = None
         except Exception as error:
@@ -250,7 +257,7 @@ class EngineWorker:
         """Nothing is served from now on; who waits is told."""
         self._failure = error
         for waiting in self._queue.close():
-            waiting.refuse("the server has failed")
+            waiting.refuse("the server has failed", "500")
         if self._on_failure is not None and not self._stopping:
             self._on_failure(error)
 
@@ -261,27 +268,3 @@ def _session_of(prompt: Prompt) -> Hashable:
         return prompt.conversation_id
     end = next((item.span.stop for item in prompt.spans if item.role == "user"), SESSION_TOKENS)
     return prompt.tokens[:end]
-
-
-def _log_request(done: Done) -> None:
-    """One line a request, always with the same keys; never a word of prompt or reply."""
-    stats: RequestStats = done.stats
-    memory = stats.memory
-    fields = {
-        "conversation": memory.conversation,
-        "use": memory.conversation_use,
-        "prompt": stats.prompt_tokens,
-        "hit": stats.cached_tokens,
-        "selected": len(memory.blocks),
-        "staged_in": memory.blocks_in,
-        "replayed": memory.replayed_tokens,
-        "prefill_s": round(stats.prompt_s, 3),
-        "decode_tok_s": round(stats.decode_per_s, 1),
-        "reply": stats.completion_tokens,
-        "end": done.reason,
-        "memory": memory.decision,
-    }
-    line = " ".join(f"{key}={value}" for key, value in fields.items())
-    _request_log.info("%s", line, extra={"fields": fields})
-    for note in memory.notes:
-        _log.warning("%s", note)

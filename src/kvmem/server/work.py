@@ -1,0 +1,47 @@
+"""What is done for one request, from the rendering of its prompt to the end of its replies."""
+
+from starlette.requests import Request
+
+from kvmem.engine.prompt import Prompt
+from kvmem.engine.sampling import GenerateParams
+from kvmem.server.errors import ClientGone, status_of
+from kvmem.server.request_log import QUEUED, log_refused
+from kvmem.server.worker import EngineWorker, Generation
+
+__all__ = ["Work"]
+
+
+class Work:
+    """The generations of one request."""
+
+    def __init__(self, worker: EngineWorker, request: Request) -> None:
+        self._worker = worker
+        self._state = request.state
+        self._has_ended = False
+        self._generations: list[Generation] = []
+
+    def submit(self, prompt: Prompt, params: GenerateParams) -> Generation:
+        """Queue one. Raises CapacityError, and ClientGone once the work has ended."""
+        if self._has_ended:
+            raise ClientGone
+        generation = self._worker.submit(prompt, params)
+        setattr(self._state, QUEUED, True)
+        self._generations.append(generation)
+        return generation
+
+    def abandon(self) -> None:
+        """The client has gone: end it, and wake who waits for it."""
+        self._has_ended = True
+        for generation in self._generations:
+            generation.abandon()
+
+    def end(self) -> None:
+        """Cancel what is not done; nothing is queued from now on."""
+        self._has_ended = True
+        for generation in self._generations:
+            generation.cancel()
+
+    def log_failure(self, error: BaseException | None) -> None:
+        """See that the log has a line of a stream that this ended before anything was queued."""
+        if isinstance(error, Exception) and not getattr(self._state, QUEUED, False):
+            log_refused(status_of(error))
