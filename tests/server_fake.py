@@ -22,6 +22,7 @@ from kvmem.engine.sampling import GenerateParams
 from kvmem.engine.stats import RequestStats
 from kvmem.llama.context import CancelToken
 from kvmem.server.app import create_app
+from kvmem.server.routes import META
 
 WAIT_S = 10.0
 
@@ -150,7 +151,7 @@ class FakeBackend:
         yield Done(reason, stats)
 
     def describe(self) -> dict[str, Any]:
-        return {"n_ctx": self.n_ctx}
+        return {**dict.fromkeys(META, 0), "n_ctx": self.n_ctx}
 
     def default_sampling(self, defaults: RequestDefaults) -> dict[str, Any]:
         return defaults.sampling.as_dict()

@@ -12,6 +12,8 @@ from server_fake import until
 from starlette.testclient import TestClient
 
 from kvmem.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
+from kvmem.llama.model import Model
+from kvmem.llama.vocab import Vocab
 from kvmem.server.app import create_app
 from kvmem.server.backend import EngineBackend
 
@@ -207,11 +209,24 @@ def test_eight_clients_at_once_are_all_served(client: TestClient) -> None:
     assert together == alone
 
 
-def test_models_tells_the_workspace(client: TestClient) -> None:
-    meta = client.get("/v1/models").json()["data"][0]["meta"]
-    assert meta["n_ctx"] == 4096
-    assert meta["n_ctx_train"] == 131072
-    assert meta["n_params"] > 0 and meta["size"] > 0 and meta["n_vocab"] > 256
+def test_models_tells_all_that_clients_rely_on(client: TestClient, tiny_llama: Path) -> None:
+    listed = client.get("/v1/models").json()
+    (about,) = listed["data"]
+    assert listed["object"] == "list"
+    assert (about["id"], about["object"], about["owned_by"]) == ("tiny", "model", "kvmem")
+    assert isinstance(about["created"], int)
+    assert about["architecture"]["input_modalities"] == ["text"]
+    with Model(tiny_llama) as model:
+        assert about["meta"] == {
+            "architecture": "llama",
+            "n_ctx": 4096,
+            "n_ctx_train": 131072,
+            "n_embd": model.n_embd,
+            "n_params": model.n_params,
+            "n_vocab": Vocab(model).n_tokens,
+            "size": model.size_bytes,
+            "vocab_type": 2,  # BPE
+        }
 
 
 def test_a_stop_text_of_the_real_tokenizer(client: TestClient) -> None:

@@ -139,6 +139,11 @@ cdef class Vocab:
         return self.model.metadata("tokenizer.ggml.model") or ""
 
     @property
+    def type(self):
+        """llama.cpp's number for the kind of tokenizer, as llama-server tells it."""
+        return c.llama_vocab_type(self.get())
+
+    @property
     def adds_bos(self):
         return c.llama_vocab_get_add_bos(self.get())
 

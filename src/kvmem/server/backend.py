@@ -108,7 +108,8 @@ class EngineBackend:
             "n_ctx_train": engine.model.n_ctx_train,
             "n_embd": engine.model.n_embd,
             "n_params": engine.model.n_params,
-            "n_vocab": engine.vocab.n_tokens,
+            "n_vocab": vocab.n_tokens,
+            "vocab_type": vocab.type,
             "size": engine.model.size_bytes,
             "speculative": self._drafts,
         }

@@ -27,7 +27,7 @@ from kvmem.server.sse import ReplyShape
 from kvmem.server.work import Work
 from kvmem.server.worker import EngineWorker
 
-__all__ = ["Api"]
+__all__ = ["META", "Api"]
 
 META = (
     "architecture", "n_ctx", "n_ctx_train", "n_embd", "n_params", "n_vocab", "size", "vocab_type",
@@ -79,7 +79,7 @@ class Api:
             "created": 0,
             "owned_by": "kvmem",
             "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
-            "meta": {key: about[key] for key in META if key in about},
+            "meta": {key: about[key] for key in META},
         }
 
     async def chat(self, request: Request) -> Response:
