@@ -17,7 +17,7 @@ from kvmem.bench.quality import Policy, Record, measure
 from kvmem.bench.recall import RecallSpec
 from kvmem.bench.saved import load_recall
 from kvmem.bench.speed import Phase, SpeedRecord, SpeedSpec, System, run_speed
-from kvmem.bench.speed_summary import ratios
+from kvmem.bench.speed_summary import ratios, speed_rows
 from kvmem.bench.summary import gates, regressions, summarise
 from kvmem.bench.workload import Prompt, WorkloadSpec, make_prompts
 from kvmem.engine.engine import Engine
@@ -119,7 +119,11 @@ def test_reading_and_writing_behind_a_long_history(budget: int, demo_model: Path
 
 @pytest.mark.usefixtures("cpu_time")
 def test_a_store_that_nothing_left_for_costs_next_to_nothing(demo_model: Path) -> None:
-    """The history within the pool: storing and summaries beside plain llama.cpp's reading."""
+    """The history within the pool: storing and summaries beside plain llama.cpp's reading.
+
+    The fastest rounds are compared: beside other work the CPU time of a round varies by a tenth,
+    and never downwards.
+    """
     spec = SpeedSpec(
         model=demo_model,
         depths=(512,),
@@ -132,8 +136,8 @@ def test_a_store_that_nothing_left_for_costs_next_to_nothing(demo_model: Path) -
     speeds = [record for record in run_speed(spec) if isinstance(record, SpeedRecord)]
     stored = [r.bytes_out for r in speeds if (r.system, r.phase) == ("kvmem", "prefill")]
     assert len(stored) == 6 and min(stored) > 0
-    found = {(ratio.phase, ratio.against): ratio.value for ratio in ratios(speeds)}
-    assert found["prefill", "stock"] >= 0.97, found
+    fastest = {row.system: row.fastest for row in speed_rows(speeds) if row.phase == "prefill"}
+    assert fastest["kvmem"] >= 0.97 * fastest["stock"], fastest
 
 
 @pytest.mark.usefixtures("cpu_time")
