@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <vector>
 
 static int fail(int status, const char * text) {
     kvmem_set_error(text);
@@ -87,6 +88,32 @@ int kvmem_draft_decode(kvmem_memory * follower, const int32_t * cells, const int
     if (llama_process(follower->ctx, LLAMA_PROCESS_TYPE_DECODE, batch) != 0) {
         kvmem_draft_forget(follower, cells, n);
         return fail(KVMEM_ERR_DEVICE, "llama.cpp could not run the MTP head");
+    }
+    return KVMEM_OK;
+}
+
+// from `cell` on
+static void clear_rows(ggml_tensor * tensor, size_t row_bytes, uint32_t cell, uint32_t n) {
+    ggml_backend_tensor_memset(tensor, 0, cell * row_bytes, n * row_bytes);
+}
+
+int kvmem_draft_skip(
+        kvmem_memory * follower, const int32_t * cells, const int32_t * tokens, const int32_t * pos, uint32_t n) {
+    std::vector<kvmem_cell_meta> meta(n);
+    for (uint32_t i = 0; i < n; ++i) {
+        meta[i] = { { pos[i], pos[i], pos[i], 0 }, tokens[i], pos[i], pos[i] };
+    }
+    llama_synchronize(follower->ctx);
+    for (uint32_t i = 0, end; i < n; i = end) {
+        for (end = i + 1; end < n && cells[end] == cells[end - 1] + 1; ++end) {}
+        if (const int status = kvmem_cells_publish(follower, cells[i], &meta[i], end - i)) {
+            kvmem_draft_forget(follower, cells, i);
+            return status;
+        }
+        for (const auto & layer : follower->layers) {
+            clear_rows(layer.k, layer.info.k_row_bytes, cells[i], end - i);
+            clear_rows(layer.v, layer.info.v_row_bytes, cells[i], end - i);
+        }
     }
     return KVMEM_OK;
 }

@@ -44,6 +44,7 @@ def decode_reply(
     reply = _Reply(memory, vocab, sampler, params, workspace_tokens, stats, cancel)
     if isinstance(memory, TieredMemory):
         reply.from_block = memory.n_blocks_of(len(prompt))
+    reply.begin_drafts()
     try:
         return (yield from _decode(reply))
     finally:
@@ -220,10 +221,15 @@ class _Reply:
             self._times.draft_s += drafter.seconds - drafted_s
         return token
 
+    def begin_drafts(self) -> None:
+        """What the head has read up to here is a part of what drafts cost."""
+        if self._drafter is not None:
+            self._drafter.begin_reply()
+
     def judge_drafts(self) -> None:
         """Let drafts rest where they lost, and say so."""
         if self._drafter is not None and isinstance(self._memory, TieredMemory):
-            note = self._drafter.worth.end_request()
+            note = self._drafter.end_reply()
             if note:
                 self._memory.note(note)
 

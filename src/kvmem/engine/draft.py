@@ -28,8 +28,9 @@ PLAIN_PERIOD = 32
 
 @dataclass(slots=True)
 class _Steps:
-    """What the steps of one request took, with and without drafts."""
+    """What one request took: the head for what was read, and steps with and without drafts."""
 
+    read_s: float = 0.0
     n_drafted: int = 0
     drafted_tokens: int = 0
     drafted_s: float = 0.0
@@ -38,7 +39,10 @@ class _Steps:
 
 
 class Worth:
-    """Whether drafts pay: the time of a token with them against that of a step without."""
+    """Whether drafts pay: the time of a token with them against that of a step without.
+
+    The time that the head takes for prompts counts with that of the steps that it is for.
+    """
 
     def __init__(self) -> None:
         self._window: deque[_Steps] = deque(maxlen=WINDOW_REQUESTS)
@@ -57,6 +61,10 @@ class Worth:
         self._n_steps += 1
         return not self.is_off and self._n_steps % PLAIN_PERIOD != PLAIN_PERIOD // 2
 
+    def count_reading(self, seconds: float) -> None:
+        """What the head has taken for what was read, of this request or of one without a reply."""
+        self._now.read_s += seconds
+
     def count(self, n_tokens: int, n_drafts: int, seconds: float) -> None:
         """A step that gave n_tokens, with n_drafts proposals."""
         if n_drafts:
@@ -73,8 +81,9 @@ class Worth:
             self._n_rest -= 1
             self._now = _Steps()  # what is judged later is measured later
             return self._note
-        if self._now.n_drafted:
-            self._window.append(self._now)
+        if self._now.n_drafted == 0:
+            return ""  # what it took counts with the next one
+        self._window.append(self._now)
         self._now = _Steps()
         if len(self._window) < WINDOW_REQUESTS:
             return ""
@@ -83,14 +92,15 @@ class Worth:
         if n_drafted < MIN_DRAFTED_STEPS or n_plain == 0:
             return ""
         n_tokens = sum(steps.drafted_tokens for steps in self._window)
-        with_drafts = sum(steps.drafted_s for steps in self._window) / n_tokens
+        reading = sum(steps.read_s for steps in self._window) / n_tokens
+        with_drafts = reading + sum(steps.drafted_s for steps in self._window) / n_tokens
         without = sum(steps.plain_s for steps in self._window) / n_plain
         if with_drafts <= without:
             return ""
         self._note = (
             f"drafts rest for {REST_REQUESTS} requests: over the last {WINDOW_REQUESTS} a token "
-            f"took {1e3 * with_drafts:.2f} ms with them and {1e3 * without:.2f} ms without, at "
-            f"{n_tokens / n_drafted:.2f} tokens a step"
+            f"took {1e3 * with_drafts:.2f} ms with them ({1e3 * reading:.2f} for prompts) "
+            f"and {1e3 * without:.2f} ms without, at {n_tokens / n_drafted:.2f} tokens a step"
         )
         self._window.clear()
         self._n_rest = REST_REQUESTS
@@ -101,7 +111,7 @@ class Drafter:
     """Keeps the head in step with the history, and proposes what follows it.
 
     The head pairs each token with the hidden row of the one before, so the row of the newest token
-    is a part of what a history is: checkpoints hold it.
+    is a part of what a history is: checkpoints hold it. While drafts rest the head reads nothing.
 
     n_max, n_min, p_min: as DraftConfig has them. hidden: f32 [n_embd].
     """
@@ -116,6 +126,7 @@ class Drafter:
         self.hidden: F32 = np.zeros(head.n_embd, np.float32)
         self.worth = Worth()
         self.seconds = 0.0
+        self._counted_s = 0.0
         self._proposals = np.empty(n_max, np.int32)
 
     def clear(self) -> None:
@@ -124,14 +135,27 @@ class Drafter:
         self.hidden[:] = 0
 
     def follow(self, cells: I32, tokens: I32, pos: I32, *, skip: int = 0) -> None:
-        """Take in what the leader has decoded; the first ``skip`` tokens are in already.
+        """Take in what the leader has decoded, or leave it out while drafts rest; the first
+        ``skip`` tokens are in already.
 
         cells, tokens, pos: int32 [n], of the leader's last batch or of its beginning.
         """
         started = perf_counter()
-        self.head.follow(cells, tokens, pos, self.hidden, skip=skip)
+        if self.worth.is_off:
+            self.head.skip(cells[skip:], tokens[skip:], pos[skip:])
+        else:
+            self.head.follow(cells, tokens, pos, self.hidden, skip=skip)
         self.head.hidden_row(len(tokens) - 1, self.hidden)
         self.seconds += perf_counter() - started
+
+    def begin_reply(self) -> None:
+        """What it has taken since the last reply was for reading."""
+        self.worth.count_reading(self.seconds - self._counted_s)
+
+    def end_reply(self) -> str:
+        """Let drafts rest where they lost. Returns what the request should be told, or nothing."""
+        self._counted_s = self.seconds
+        return self.worth.end_request()
 
     def propose(self, cells: I32, token: I32, pos: I32, n: int) -> I32:
         """What may follow a token that is not decoded yet: int32 of at most n, and maybe of none;

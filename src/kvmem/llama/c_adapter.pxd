@@ -127,6 +127,8 @@ cdef extern from "kvmem.h" nogil:
     int kvmem_draft_decode(kvmem_memory *follower, const int *cells, const int *tokens,
                            const int *pos, const float *first_row, const float *rows,
                            uint32_t n, int wants_result)
+    int kvmem_draft_skip(kvmem_memory *follower, const int *cells, const int *tokens,
+                         const int *pos, uint32_t n)
     int kvmem_draft_result(kvmem_memory *follower, int *token, float *row, float *p)
     int kvmem_draft_forget(kvmem_memory *follower, const int *cells, uint32_t n)
 

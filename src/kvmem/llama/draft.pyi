@@ -26,6 +26,9 @@ class DraftContext:
         *,
         skip: int = 0,
     ) -> None: ...
+    def skip(
+        self, cells: NDArray[np.int32], tokens: NDArray[np.int32], pos: NDArray[np.int32]
+    ) -> None: ...
     def draft(
         self,
         cells: NDArray[np.int32],

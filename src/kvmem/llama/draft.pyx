@@ -125,6 +125,23 @@ cdef class DraftContext:
             rows += <size_t>skip * self.n_embd
         self._decode(&cells[skip], &tokens[skip], &pos[skip], first, rows, n - skip, False)
 
+    def skip(self, const int[::1] cells not None, const int[::1] tokens not None,
+             const int[::1] pos not None):
+        """Leave tokens out that the leader has decoded: the head goes on behind them, without them.
+
+        cells, tokens, pos: int32 [n], as `follow` has them. Raises StateError; then nothing is in.
+        """
+        cdef a.kvmem_memory *memory = self.memory()
+        cdef int n = <int>tokens.shape[0]
+        cdef int status
+        if n < 1 or cells.shape[0] != n or pos.shape[0] != n:
+            raise ValueError(f"{n} tokens, {cells.shape[0]} cells and {pos.shape[0]} positions "
+                             "do not go together")
+        with nogil:
+            status = a.kvmem_draft_skip(memory, &cells[0], &tokens[0], &pos[0], n)
+        if status != a.KVMEM_OK:
+            raise StateError(a.kvmem_last_error().decode("utf-8", "replace"))
+
     def draft(self, const int[::1] cells not None, const int[::1] tokens not None,
               const int[::1] pos not None, const float[::1] hidden not None, int[::1] out not None,
               *, float p_min=0):
