@@ -89,12 +89,18 @@ struct share_list {
         }
     }
 
-    // the graphs of a context that has no memory for them, as kvmem_memory::bind reserves them
+    // the graphs of a context that has no memory for them, as llama.cpp and kvmem_memory::bind reserve them: of a
+    // batch, and of one token, which more of the CPU may work on
     void add_reserved(llama_context * ctx, uint32_t n_outputs) {
-        const uint32_t      n_tokens = std::min(llama_n_ctx(ctx), llama_n_ubatch(ctx));
-        const auto          full     = ctx->get_memory()->init_full();
+        const uint32_t      n_batch = std::min(llama_n_ctx(ctx), llama_n_ubatch(ctx));
+        const auto          full    = ctx->get_memory()->init_full();
         std::vector<size_t> sizes(ggml_backend_sched_get_n_backends(ctx->get_sched()));
-        ctx->graph_reserve(n_tokens, 1, std::min(n_tokens, n_outputs), full.get(), true, sizes.data());
+        for (const uint32_t n_tokens : { n_batch, 1u }) {
+            std::vector<size_t> needed(sizes.size());
+            ctx->graph_reserve(n_tokens, 1, std::min(n_tokens, n_outputs), full.get(), true, needed.data());
+            std::transform(needed.begin(), needed.end(), sizes.begin(), sizes.begin(),
+                    [](size_t x, size_t y) { return std::max(x, y); });
+        }
         add_compute(ctx, sizes.data());
     }
 };
