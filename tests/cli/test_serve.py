@@ -83,6 +83,20 @@ def test_it_serves_notices_who_leaves_and_stops(tiny_llama: Path) -> None:
         assert server.stop() == 130
 
 
+@pytest.mark.parametrize("n", [1, 16])
+def test_the_first_byte_of_a_long_history_comes_within_a_second(tiny_llama: Path, n: int) -> None:
+    """2 MB that nobody has seen: to render and to tokenise them takes longer."""
+    words = " ".join(f"w{i * 31 % 997}" for i in range(2000))
+    turns = [{"role": ("user", "assistant")[i % 2], "content": f"{i} {words}"} for i in range(201)]
+    body = {**SHORT, "messages": turns, "stream": True, "n": n}
+    with serving("-m", str(tiny_llama), *ARGS, "-c", "1048576") as server:
+        with send(server.address(), body) as client:
+            sent = monotonic()
+            assert client.recv(1) == b"H"
+            assert monotonic() - sent < 1
+        server.until("end=(left|cancelled|400)")
+
+
 def test_a_termination_ends_it_in_the_middle_of_a_reply(tiny_llama: Path) -> None:
     with (
         serving("-m", str(tiny_llama), *ARGS) as server,
