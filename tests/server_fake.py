@@ -17,7 +17,7 @@ from kvmem.chat.text import tokenize_mixed
 from kvmem.config import ServerConfig
 from kvmem.engine.conversations import ConversationInfo
 from kvmem.engine.events import Done, Event, PromptProgress, StopReason, TokenEvent
-from kvmem.engine.prompt import Prompt
+from kvmem.engine.prompt import Prompt, RoleSpan, Span
 from kvmem.engine.sampling import GenerateParams
 from kvmem.engine.stats import RequestStats
 from kvmem.llama.context import CancelToken
@@ -83,9 +83,18 @@ class FakeBackend:
         if self._renderer is not None:
             return self._renderer.render(request)
         text = " ".join(message.text for message in request.messages)
+        spans: list[RoleSpan] = []
+        for message in request.messages:
+            start = spans[-1].span.stop if spans else 0
+            stop = start + len(message.text.split())
+            spans.append(RoleSpan(message.role, Span(start, stop)))
         return RenderedChat(
             text=text,
-            prompt=Prompt(tokens=tuple(range(len(text.split())))),
+            prompt=Prompt(
+                tokens=tuple(range(len(text.split()))),
+                spans=tuple(spans),
+                conversation_id=request.conversation_id,
+            ),
             stops=request.stop,
             sampling=request.sampling,
             max_tokens=request.max_tokens,

@@ -160,11 +160,12 @@ def test_who_hangs_up_leaves_the_queue_while_another_still_runs(stream: bool) ->
     run(test())
 
 
+def arrived(backend: FakeBackend, n: int) -> Callable[[], bool]:
+    return lambda: len(backend.requests) == n
+
+
 def test_requests_run_one_at_a_time_in_their_order() -> None:
     order: list[str] = []
-
-    def arrived(backend: FakeBackend, n: int) -> Callable[[], bool]:
-        return lambda: len(backend.requests) == n
 
     class Recording(FakeBackend):
         busy = threading.Lock()
@@ -194,6 +195,48 @@ def test_requests_run_one_at_a_time_in_their_order() -> None:
 
     run(test())
     assert order == ["3", "4", "5", "6", "7"]
+
+
+FIRST = {"role": "user", "content": "one two"}
+LATER = [{"role": "assistant", "content": "three"}, {"role": "user", "content": "four"}]
+OTHER = {"role": "user", "content": "another one that is longer"}
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "order"),
+    [
+        # sessions take turns: the other one is second, though it comes last
+        ({"messages": [FIRST, *LATER]}, {"messages": [OTHER]}, [1, 9, 2, 3]),
+        ({"kvmem": {"conversation_id": "a"}}, {"kvmem": {"conversation_id": "b"}}, [1, 9, 2, 3]),
+        # one session: by arrival, also where its id alone says so, and where one message does
+        ({"messages": [FIRST, *LATER]}, {"messages": [FIRST]}, [1, 2, 3, 9]),
+        (
+            {"kvmem": {"conversation_id": "a"}},
+            {"kvmem": {"conversation_id": "a"}, "messages": [OTHER]},
+            [1, 2, 3, 9],
+        ),
+    ],
+)
+def test_sessions_take_turns(own: dict[str, Any], other: dict[str, Any], order: list[int]) -> None:
+    gate = Script(hold_at=0)
+    backend = FakeBackend(Script(), gate, Script())
+
+    async def test() -> None:
+        async with running(app_of(backend)) as app:
+            await ready(app)
+            del backend.params[:]
+            calls = []
+            for n, fields in ((1, own), (2, own), (3, own), (9, other)):
+                calls.append(Call(app, body(max_tokens=n, **fields)))
+                await asyncio.to_thread(until, arrived(backend, len(calls) + 1))
+                if n == 1:
+                    await asyncio.to_thread(acquire, backend.holding)
+                await asyncio.sleep(0.01)
+            gate.release.set()
+            await asyncio.gather(*(call.task for call in calls))
+            assert [params.max_tokens for params in backend.params] == order
+
+    run(test())
 
 
 def test_a_full_queue_is_a_503_that_says_when() -> None:
