@@ -7,7 +7,7 @@ Introduction to the Bootstrap (1993), chapter 13, with prompts as the units that
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -97,12 +97,11 @@ def bootstrap(
     values: Sequence[float],
     clusters: Sequence[int],
     *,
-    statistic: Callable[[F64], float] = lambda sample: float(sample.mean()),
     n_drawn: int | None = None,
     n_resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """Statistic of `values` and its 95 % interval when whole clusters (prompts) are drawn.
+    """Mean of `values` and its 95 % interval when whole clusters (prompts) are drawn.
 
     values, clusters: one entry a question, the cluster says which prompt it belongs to.
     n_drawn: clusters of a draw; None for as many as there are.
@@ -110,12 +109,10 @@ def bootstrap(
     data, labels = np.asarray(values, np.float64), np.asarray(clusters)
     if len(data) == 0:
         return Interval(float("nan"), float("nan"), float("nan"))
-    groups = [data[labels == label] for label in np.unique(labels)]
-    size = len(groups) if n_drawn is None else n_drawn
+    _, cluster = np.unique(labels, return_inverse=True)
+    counts, sums = np.bincount(cluster), np.bincount(cluster, data)
     rng = np.random.default_rng(seed)
-    found = [
-        statistic(np.concatenate([groups[i] for i in rng.integers(len(groups), size=size)]))
-        for _ in range(n_resamples)
-    ]
+    drawn = rng.integers(len(counts), size=(n_resamples, n_drawn or len(counts)))
+    found = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
     low, high = np.percentile(found, (2.5, 97.5))
-    return Interval(statistic(data), float(low), float(high))
+    return Interval(float(data.mean()), float(low), float(high))
