@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvmem.bench.calibrate import Calibrated, CalibrationSpec, calibrate, store
+from kvmem.bench.calibrate import Calibrated, CalibrationSpec, calibrate, discard, store
 from kvmem.bench.generators.office import Office
 from kvmem.bench.history import EngineHistory
 from kvmem.bench.pairs import Picked
@@ -42,6 +42,10 @@ def spec_for(model: Path, **fields: object) -> CalibrationSpec:
     return CalibrationSpec(**settings)  # type: ignore[arg-type]
 
 
+def kept_parts(model: Path) -> list[Path]:
+    return list((model.parent / "cache" / "kvmem" / "calibration").glob("*.part"))
+
+
 def test_a_second_run_goes_on_where_the_first_one_stopped(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +71,9 @@ def test_a_second_run_goes_on_where_the_first_one_stopped(
     path = store(spec, found.calibration)
     assert path.parent == model.parent
     assert find(EngineConfig(model=spec.model)).calibration == found.calibration
-    assert not list((model.parent / "cache" / "kvmem" / "calibration").glob("*.part"))
+    assert kept_parts(model)
+    discard(spec, found.calibration)
+    assert not kept_parts(model)
 
 
 def test_the_twin_and_the_scorer_say_the_same(model: Path) -> None:
@@ -95,6 +101,7 @@ def test_the_command_says_what_it_found(model: Path, capsys: pytest.CaptureFixtu
     stored = model.with_name("model.gguf.q8_0.kvmem.json").exists()
     assert stored == (code == 0)
     assert ("stored in" if stored else "not stored") in said.err
+    assert not kept_parts(model)
 
 
 @pytest.mark.parametrize(
@@ -152,3 +159,45 @@ def test_a_start_can_calibrate_first(
     calibrate_missing(config)
     assert "not stored" in capsys.readouterr().err
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("memory", "why"),
+    [
+        (MemoryConfig(enabled=False), "none: KV memory is off"),
+        (MemoryConfig(calibration="off"), "off"),
+        (MemoryConfig(scorer="lexical"), "none: the scorer lexical has no use for it"),
+    ],
+)
+def test_nothing_is_calibrated_that_would_not_be_used(
+    model: Path, memory: MemoryConfig, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibrate_missing(EngineConfig(model=ModelConfig(path=model), memory=memory))
+    said = capsys.readouterr().err
+    assert said == f"not calibrated, as it would not be used: calibration {why}\n"
+    assert not kept_parts(model)
+
+
+def test_a_trained_hybrid_is_calibrated_on_questions_and_a_later_start_uses_it(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real command, on eight of its held-out conversations."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = root / "bench/recall_model"
+    model = Path(shutil.copy(folder / "recall-qwen35.gguf", tmp_path))
+    questions = tmp_path / "eight.jsonl"
+    lines = (folder / "heldout.jsonl").read_text().splitlines(keepends=True)
+    questions.write_text("".join(lines[8:16]))
+    args = ["calibrate", "-m", str(model), "--questions", str(questions), "-t", "1", "-ngl", "0"]
+    assert execute(args) == 0
+    with Engine(EngineConfig(model=ModelConfig(path=model, n_threads=1))) as engine:
+        found, source = engine.calibration
+        assert found is not None
+        assert source == str(model.with_name("recall-qwen35.gguf.q8_0.kvmem.json"))
+        assert found.report["read"] == "eight.jsonl"
+        assert found.report["histories"] == 8
+        scoring = engine.tiered.scoring
+        layers = [layer.il for layer in engine.tiered.layout.layers]
+        assert scoring.is_calibrated
+        pairs = tuple((layers[pair.layer], pair.kv_head) for pair in scoring.pairs)
+        assert pairs == found.pairs

@@ -216,6 +216,18 @@ def test_a_start_script_of_llama_server_moves_over(
         pass  # the port is free
 
 
+def test_a_start_calibrates_where_that_is_used(tiny_llama: Path, tmp_path: Path) -> None:
+    """That it begins to is enough here: tests/bench/test_calibrate.py has what comes of it."""
+    model = str(shutil.copy(tiny_llama, tmp_path / "tiny.gguf"))
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    with serving("-m", model, *START, "--kvmem-calibrate", variables=cache) as server:
+        server.until(f"^calibrating {model}$")
+    with serving("-m", model, *START, "--kvmem-calibrate", "--no-kvmem", variables=cache) as server:
+        server.address()
+        assert server.seen[0].startswith("not calibrated, as it would not be used")
+        assert server.stop() == 130
+
+
 def status_of(address: tuple[str, int], path: str, content: bytes, **headers: str) -> int:
     """Of a POST; a stream is read to its end."""
     url = f"http://{address[0]}:{address[1]}{path}"

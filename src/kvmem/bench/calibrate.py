@@ -30,7 +30,7 @@ from kvmem.engine.fingerprint import fingerprint
 from kvmem.errors import ConfigError
 from kvmem.paths import cache_folder
 
-__all__ = ["Calibrated", "CalibrationSpec", "calibrate", "store"]
+__all__ = ["Calibrated", "CalibrationSpec", "calibrate", "discard", "store"]
 
 Report = Callable[[str, int, int], None]
 
@@ -120,8 +120,8 @@ class Calibrated:
 def calibrate(
     spec: CalibrationSpec, *, report: Report = lambda what, done, total: None
 ) -> Calibrated:
-    """Read the histories, pick the pairs. What was read is kept until the calibration is stored:
-    a second call after an interrupt goes on where the first one stopped.
+    """Read the histories, pick the pairs. What was read is kept until it is discarded: a second
+    call after an interrupt goes on where the first one stopped.
 
     Raises ConfigError: the questions are too few; and what Engine raises.
     """
@@ -181,8 +181,12 @@ def store(spec: CalibrationSpec, calibration: Calibration, path: Path | None = N
             path = cached
     else:
         calibration.save(path)
-    shutil.rmtree(_scratch(spec, calibration.fingerprint), ignore_errors=True)
     return path
+
+
+def discard(spec: CalibrationSpec, calibration: Calibration) -> None:
+    """Forget what was read: its outcome is stored, or not wanted."""
+    shutil.rmtree(_scratch(spec, calibration.fingerprint), ignore_errors=True)
 
 
 def _number(value: float) -> float | None:

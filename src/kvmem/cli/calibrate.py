@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from typer import Option
 
-from kvmem.bench.calibrate import Calibrated, CalibrationSpec, calibrate, store
+from kvmem.bench.calibrate import Calibrated, CalibrationSpec, calibrate, discard, store
 from kvmem.bench.report import number
 from kvmem.cli import logs, show
 from kvmem.cli.bench_options import can_be_written
@@ -16,6 +16,7 @@ from kvmem.cli.options import EngineOptions
 from kvmem.cli.progress import progress
 from kvmem.cli.takes import takes
 from kvmem.config import EngineConfig
+from kvmem.engine.calibration import CALIBRATED_SCORERS, find
 
 __all__ = ["calibrate_missing", "calibrate_model"]
 
@@ -67,6 +68,7 @@ def calibrate_model(
     with progress() as report:
         found = calibrate(spec, report=report)
     path = store(spec, found.calibration, out) if found.is_better else None
+    discard(spec, found.calibration)
     if as_json:
         print(json.dumps({**asdict(found.calibration), "path": path and str(path)}))
     else:
@@ -79,7 +81,18 @@ def calibrate_model(
 
 
 def calibrate_missing(config: EngineConfig) -> None:
-    """Calibrate before a start, where nothing is found for the model; say what came of it."""
+    """Calibrate before a start, where a calibration would be used and none is found; say what came
+    of it.
+    """
+    found_already, source = find(config)
+    if found_already is not None:
+        return
+    memory = config.memory
+    if not (
+        memory.enabled and memory.calibration == "auto" and memory.scorer in CALIBRATED_SCORERS
+    ):
+        print(f"not calibrated, as it would not be used: calibration {source}", file=sys.stderr)
+        return
     spec = CalibrationSpec(model=config.model, memory=config.memory)
     print(f"calibrating {config.model.path}", file=sys.stderr)
     with progress() as report:
@@ -89,6 +102,7 @@ def calibrate_missing(config: EngineConfig) -> None:
         print(f"stored in {store(spec, found.calibration)}", file=sys.stderr)
     else:
         print("not stored: what scores without it finds more on this model", file=sys.stderr)
+    discard(spec, found.calibration)
 
 
 def _table(found: Calibrated) -> str:

@@ -20,7 +20,6 @@ from kvmem.cli.plan import plan_of, render_plan
 from kvmem.cli.server_options import ServerOptions
 from kvmem.cli.takes import takes
 from kvmem.config import ServerConfig
-from kvmem.engine.calibration import find
 from kvmem.errors import ConfigError
 from kvmem.server.app import create_app
 from kvmem.server.backend import Backend, EngineBackend
@@ -53,7 +52,7 @@ def serve(
         bool,
         Option(
             "--kvmem-calibrate",
-            help="Calibrate first where nothing is found for this model; minutes on a CPU.",
+            help="Calibrate first where a calibration is missing; minutes on a CPU.",
         ),
     ] = False,
     verbose: Annotated[
@@ -77,7 +76,7 @@ def serve(
     where = server.config(config.model.path)
     _check_certificate(where)
     defaults = replace(sampling.defaults(), show_prompt=verbose)
-    if calibrate and find(config).calibration is None:
+    if calibrate:
         calibrate_missing(config)
     failures: list[BaseException] = []
     with _listen(where) as listener:
