@@ -48,6 +48,7 @@ def test_sessions_stand_in_order_and_those_of_the_answer_are_gold(tmp_path: Path
     gold = words.text(prompt.history[span.start : span.stop])
     assert "[2023/05/20 (Sat) 12:00]" in gold and "bakery" in gold and "Noted." in gold
     assert "Hello." not in gold
+    assert question.sessions == question.gold
     asked = words.text(question.tokens[question.content.start : question.content.stop])
     assert asked == "[2023/06/01 (Thu) 10:00]\nWhere did I leave the red bicycle?"
     assert words.text(question.value) == question.value_text == "behind the bakery"
@@ -64,9 +65,45 @@ def test_marked_turns_are_the_evidence_where_there_are_any(tmp_path: Path) -> No
 
 
 def test_questions_without_evidence_are_left_out(tmp_path: Path) -> None:
-    path = write(tmp_path, [item(answer_session_ids=[]), item()])
+    """Abstentions name the sessions that their trap is from."""
+    path = write(tmp_path, [item(answer_session_ids=[]), item(question_id="q2_abs"), item()])
     (prompt,) = read_longmemeval(path, Words())
-    assert prompt.seed == 1
+    assert prompt.seed == 2
+
+
+def test_sessions_stand_by_date_whatever_their_order(tmp_path: Path) -> None:
+    backwards = {
+        name: item()[name][::-1]
+        for name in ("haystack_dates", "haystack_session_ids", "haystack_sessions")
+    }
+    words = Words()
+    in_order, sorted_by_date = read_longmemeval(write(tmp_path, [item(), item(**backwards)]), words)
+    assert sorted_by_date.history == in_order.history
+    assert sorted_by_date.questions == in_order.questions
+
+
+def test_only_histories_of_the_lengths_asked_for_are_read_to_their_end(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "On and on. " * 500}]
+    long = item(haystack_sessions=[talk, item()["haystack_sessions"][1]])
+    path = write(tmp_path, [item(), long, item()])
+    words = Words()
+    n_short, n_long, _ = (len(prompt.history) for prompt in read_longmemeval(path, words))
+    seeds = [p.seed for p in read_longmemeval(path, words, range(n_short, n_short + 1))]
+    assert seeds == [0, 2]
+    assert [p.seed for p in read_longmemeval(path, words, range(n_short + 1, n_long + 1))] == [1]
+
+    class Counting(Words):
+        n_tokens = 0
+
+        def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
+            found = super().tokenize(text, parse_special=parse_special)
+            self.n_tokens += len(found)
+            return found
+
+    counting = Counting()
+    longer = item(haystack_sessions=[talk * 50, item()["haystack_sessions"][1]])
+    assert not list(read_longmemeval(write(tmp_path, [longer]), counting, range(1, n_short)))
+    assert counting.n_tokens < n_long
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 Source: Wu et al., LongMemEval (2024), and the README of its data: `haystack_sessions` with their
 `haystack_dates` and `haystack_session_ids`, `answer_session_ids`, and `has_answer` on the turns
-that hold the evidence. Nothing is judged: what is measured is whether the evidence is visible.
+that hold the evidence; `question_id` ends in `_abs` where the answer is that nothing was said.
+Nothing is judged: what is measured is whether the evidence is visible.
 """
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvmem.bench.workload import Prompt, Question, Tokenizer, frame_for
 from kvmem.engine.prompt import Span
@@ -16,13 +17,16 @@ from kvmem.errors import ConfigError
 
 __all__ = ["read_longmemeval"]
 
+ABSTENTION: Final = "_abs"
+
 
 def read_longmemeval(
     path: Path, tokenizer: Tokenizer, lengths: range | None = None
 ) -> Iterator[Prompt]:
     """One prompt and one question for each item that has evidence; abstentions have none.
 
-    Gold are the turns that are marked, or else the whole sessions that the answer is from.
+    Gold are the turns that are marked, or else the whole sessions that the answer is from. Sessions
+    stand by date, whatever their order in the file.
     lengths: only histories of so many tokens; no longer one is tokenized to its end.
     Raises ConfigError with the item that is not of the format.
     """
@@ -49,6 +53,8 @@ def _prompt(
     item: dict[str, Any], tokenizer: Tokenizer, number: int, lengths: range | None
 ) -> Prompt | None:
     """None where there is no evidence, or the history has another length."""
+    if str(item["question_id"]).endswith(ABSTENTION):
+        return None
     frame = frame_for(tokenizer)
     tokens: list[int] = []
     marked: list[Span] = []
@@ -62,9 +68,11 @@ def _prompt(
         return [int(token) for token in tokenizer.tokenize(text, parse_special=False)]
 
     wanted = set(item["answer_session_ids"])
-    for name, date, turns in zip(
+    told = zip(
         item["haystack_session_ids"], item["haystack_dates"], item["haystack_sessions"], strict=True
-    ):
+    )
+    # 2023/05/20 (Sat) 02:21: in the order of the alphabet
+    for name, date, turns in sorted(told, key=lambda session: str(session[1])):
         begin = len(tokens)
         for index, turn in enumerate(turns):
             start = len(tokens)
@@ -93,6 +101,7 @@ def _prompt(
         prefix=(),
         value=tuple(say(answer)),
         gold=gold,
+        sessions=tuple(sessions),
         shares_word=True,
     )
     return Prompt(

@@ -36,7 +36,8 @@ class Question:
     text: the question in words; tokens: the whole user turn and the start of the answer's turn;
     content: the part of `tokens` that is the question's own text.
     prefix: tokens of the forced start of the answer; value: tokens of the answer itself.
-    gold: the spans of the history that state the answer.
+    gold: the spans of the history that state the answer. sessions: those that they stand in, where
+    the history has sessions.
     shares_word: whether the question repeats a rare word of the statement.
     """
 
@@ -49,6 +50,7 @@ class Question:
     value: tuple[int, ...]
     gold: tuple[Span, ...]
     shares_word: bool
+    sessions: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
