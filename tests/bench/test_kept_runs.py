@@ -1,13 +1,14 @@
-"""The kept run of the default cell meets the bars, and bars made of a kept run notice a loss."""
+"""The kept runs meet the bars of their sizes, and bars made of a kept run notice a loss."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvmem.bench.metrics import Interval
 from kvmem.bench.quality import Record
 from kvmem.bench.saved import load_recall
-from kvmem.bench.summary import gates, regressions, summarise
+from kvmem.bench.summary import DEFAULT_SIZE, TARGETS, Size, gates, regressions, summarise
 
 RESULTS = Path(__file__).parents[2] / "bench/results"
 
@@ -20,9 +21,59 @@ def kept() -> list[Record]:
 def test_the_kept_run_of_the_default_cell_meets_its_bars(kept: list[Record]) -> None:
     rows = summarise(kept)
     assert {row.n for row in rows} == {48}
-    bars = gates(rows)
-    assert len(bars) == 4
+    bars = gates(rows, DEFAULT_SIZE)
+    assert len(bars) == 6  # four of `fused`, uncalibrated, and two of heads alone
     assert all(bar.passed for bar in bars)
+
+
+QUALITY = sorted(RESULTS.glob("quality-smollm2-*.jsonl"))
+
+
+@pytest.mark.parametrize("path", QUALITY, ids=[path.stem for path in QUALITY])
+def test_a_kept_quality_run_meets_the_bars_of_each_of_its_sizes(path: Path) -> None:
+    found = load_recall(path)
+    sizes = {size for size in TARGETS if any(Size.of(cell) == size for cell, _ in found)}
+    assert DEFAULT_SIZE in sizes
+    for size in sizes:
+        records = [record for cell, record in found if Size.of(cell) == size]
+        assert len({record.generator for record in records}) >= 2
+        bars = gates(summarise(records), size)
+        assert {(bar.policy, bar.what) for bar in bars} >= MEASURED
+        assert [bar for bar in bars if not bar.passed] == [], size
+
+
+MEASURED = {
+    *(("fused* @first", what) for what in ("gold recall", "rank", "KL, nats", "KLE")),
+    ("heads* @first", "gold recall"),
+    ("heads alone @ideal", "gold recall"),
+}
+
+
+def test_each_bar_is_held_by_what_it_is_of() -> None:
+    """A run that is a little worse in one thing misses that bar, and only that."""
+    found = load_recall(QUALITY[-1])
+    records = [record for cell, record in found if Size.of(cell) == DEFAULT_SIZE]
+    rows = {row.policy: row for row in summarise(records)}
+    fused = rows["fused* @first"]
+    low = Interval(0.7, 0.6, 0.8)
+    for policy, what, worse in (
+        ("fused* @first", "gold recall", {"gold_recall": low}),
+        ("fused* @first", "rank", {"gold_rank": 3.0}),
+        ("fused* @first", "KL, nats", {"kl_nats": Interval(0.26, 0.2, 0.3)}),
+        ("fused* @first", "KLE", {"kle": 0.79}),
+        ("heads* @first", "gold recall", {"gold_recall": low}),
+        ("heads alone @ideal", "gold recall", {"gold_recall": Interval(0.69, 0.6, 0.8)}),
+        ("cosine @ideal", "lead over cosine, paraphrased", {"paraphrase_recall": low}),
+    ):
+        changed = {**rows, policy: replace(rows[policy], **worse)}
+        missed = [bar.what for bar in gates(list(changed.values()), DEFAULT_SIZE) if not bar.passed]
+        assert missed == [what]
+    # answers are held to a bar where there are enough of them
+    for n, n_missed in ((199, 0), (200, 1)):
+        changed = {**rows, fused.policy: replace(fused, n=n, of_full=0.89)}
+        assert (
+            sum(not bar.passed for bar in gates(list(changed.values()), DEFAULT_SIZE)) == n_missed
+        )
 
 
 def test_what_was_kept_passes_its_own_bars_and_lost_facts_do_not(kept: list[Record]) -> None:

@@ -1,5 +1,6 @@
 """What the quality tool asks of a history, and how an engine gives it."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
@@ -9,7 +10,7 @@ from typing import Final, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmem.bench.twin import rotated, softmax_mass
+from kvmem.bench.twin import rotated, scored_slices, softmax_mass
 from kvmem.bench.workload import Question
 from kvmem.engine.calibration import ALL_PAIRS_SCORERS, Calibration, scoring
 from kvmem.engine.engine import Engine
@@ -18,6 +19,7 @@ from kvmem.engine.retrieve import choose
 from kvmem.engine.session import Session
 from kvmem.errors import ConfigError, StateError
 from kvmem.kv.layout import Pair
+from kvmem.kv.lexical import LexicalIndex
 from kvmem.kv.query import MAX_ROWS, Query, pick_evenly
 from kvmem.kv.scorers import ScoreInputs, Scores, run_scorer
 from kvmem.kv.summary import KeySummaries
@@ -85,6 +87,19 @@ class HistoryUnderTest(Answerer, Protocol):
         """The product's selection from these scores, in the budget that the question leaves."""
         ...
 
+    @property
+    def block_bytes(self) -> int:
+        """K and V of a block."""
+        ...
+
+    def bytes_per_token(self, scorer: str, *, picked: bool = False) -> float:
+        """What a scorer reads, for each token of the history; NaN if that is all of the keys."""
+        ...
+
+    def twin_error(self, query: Query, scores: Scores, *, picked: bool = False) -> float:
+        """Largest difference of these scores of `heads` from a NumPy twin's, as a part of them."""
+        ...
+
 
 class StockHistory:
     """The full cache of plain llama.cpp: an engine whose memory is off."""
@@ -119,9 +134,10 @@ class EngineHistory:
         self._picked: KeySummaries | None = None
         self._every: KeySummaries | None = None
         self._asked_pos = np.empty((0, 4), np.int32)
+        self._order: NDArray[np.int64] | None = None
         if calibration is not None:
             chosen = scoring(self._memory.layout, calibration)
-            self._picked = self._memory.summarise(chosen.pairs, chosen.slice_tokens)
+            self._picked = self._summarise(chosen.pairs, chosen.slice_tokens)
         self._memory.save_checkpoint()  # a hybrid comes back to here after each question
 
     @classmethod
@@ -155,7 +171,43 @@ class EngineHistory:
 
     def summaries(self, *, slice_tokens: int) -> KeySummaries:
         """Summaries of all pairs in other slices, made from the stored keys."""
-        return self._memory.summarise(self._memory.layout.pairs(), slice_tokens)
+        return self._summarise(self._memory.layout.pairs(), slice_tokens)
+
+    def mix_up(self, seed: int, *, keys: bool = True, words: bool = True) -> NDArray[np.int64]:
+        """Control: file what scores a block under another one, and show it under its own number.
+
+        keys: its key summaries. words: its tokens in the index; what is not mixed up is in order.
+        Returns which block's parts are found under each.
+        """
+        memory = self._memory
+        memory.index.flush()
+        now, picked = memory.summaries, self._picked
+        order = np.random.default_rng(seed).permutation(now.n_blocks)
+        self._order = order if keys else None
+        self._keys, self._every = {}, None
+        memory.index.use(self._summarise(now.pairs, now.slice_tokens))
+        if picked is not None:
+            self._picked = self._summarise(picked.pairs, picked.slice_tokens)
+        index = LexicalIndex(self.block_tokens, budget=memory.host)
+        for block in range(now.n_blocks):
+            index.add(block, memory.tokens[self._tokens_of(int(order[block]) if words else block)])
+        memory.active.lexical = index
+        return order
+
+    def _summarise(self, pairs: Sequence[tuple[int, int]], slice_tokens: int) -> KeySummaries:
+        memory, order = self._memory, self._order
+        if order is None:
+            return memory.summarise(pairs, slice_tokens)
+
+        def records(n_blocks: int) -> Iterator[tuple[int, I32]]:
+            for block in order[:n_blocks].tolist():
+                pos = memory.working_set.pos[self._tokens_of(block)]
+                yield memory.working_set.record_address(block), np.ascontiguousarray(pos)
+
+        return memory.summaries.recompute(pairs, records, slice_tokens)
+
+    def _tokens_of(self, block: int) -> slice:
+        return slice(block * self.block_tokens, (block + 1) * self.block_tokens)
 
     def fixed_blocks(self, question: Question) -> I32:
         """What is visible whatever scores: sink, newest, the open block."""
@@ -196,15 +248,9 @@ class EngineHistory:
         if scorer == EXACT_MASS:
             mass = self._exact_mass(query)
             return Scores(scorer, mass, np.zeros((len(mass), 2), np.float32))
-        if picked and self._picked is None:
-            raise ConfigError("calibration", "none", "found for this model: run kvmem calibrate")
         if not picked and scorer not in ALL_PAIRS_SCORERS:
             return self._session.score(query, scorer)
-        if self._every is None and not picked:
-            chosen = scoring(memory.layout, None, scorer)
-            self._every = memory.summarise(chosen.pairs, chosen.slice_tokens)
-        summaries = self._picked if picked else self._every
-        assert summaries is not None
+        summaries = self._summaries_of(scorer, picked=picked)
         return run_scorer(
             scorer,
             ScoreInputs(
@@ -217,6 +263,42 @@ class EngineHistory:
             ),
         )
 
+    def _summaries_of(self, scorer: str, *, picked: bool) -> KeySummaries:
+        memory = self._memory
+        if picked:
+            if self._picked is None:
+                rule = "found for this model: run kvmem calibrate"
+                raise ConfigError("calibration", "none", rule)
+            return self._picked
+        if scorer not in ALL_PAIRS_SCORERS:
+            return memory.summaries
+        if self._every is None:
+            chosen = scoring(memory.layout, None, scorer)
+            self._every = self._summarise(chosen.pairs, chosen.slice_tokens)
+        return self._every
+
+    @property
+    def block_bytes(self) -> int:
+        return self._memory.working_set.payload_bytes
+
+    def bytes_per_token(self, scorer: str, *, picked: bool = False) -> float:
+        if scorer == EXACT_MASS:
+            return math.nan
+        n_bytes = 0.0
+        if scorer in ("lexical", "fused"):
+            index = self._memory.lexical
+            n_bytes += index.n_bytes / (index.n_blocks * self.block_tokens)
+        if scorer not in ("lexical", "recency"):
+            n_bytes += self._summaries_of(scorer, picked=picked).bytes_per_token
+        return n_bytes
+
+    def twin_error(self, query: Query, scores: Scores, *, picked: bool = False) -> float:
+        each = scored_slices(query, self._summaries_of("heads", picked=picked))
+        if picked:  # each has the same say
+            each /= each.sum(axis=1, keepdims=True)
+        wanted = each.sum(axis=0).reshape(len(scores.blocks), -1).sum(axis=1)
+        return float(np.abs(scores.blocks / wanted - 1).max())
+
     def _exact_mass(self, query: Query) -> F32:
         """Softmax mass of each sealed block over all layers and heads, with positions: f32.
 
@@ -227,6 +309,8 @@ class EngineHistory:
         if not self._keys:
             plain = self.summaries(slice_tokens=1)
             pos = np.ascontiguousarray(memory.working_set.pos[: plain.n_slices])
+            if self._order is not None:
+                pos = pos.reshape(plain.n_blocks, -1)[self._order].reshape(pos.shape)
             for index, pair in enumerate(plain.pairs):
                 keys = rotated(plain.keys(index)[:, None], pos, layers[pair.layer].rope_k)
                 self._keys[pair] = keys[:, 0]
@@ -235,7 +319,8 @@ class EngineHistory:
             layer = layers[pair.layer]
             rows = rotated(query.heads(pair), self._asked_pos, layer.rope_q)
             mass += softmax_mass(rows.reshape(-1, rows.shape[2]), keys, layer.score_scale)
-        return mass.reshape(-1, self.block_tokens).sum(axis=1).astype(np.float32)
+        blocks: F32 = mass.reshape(-1, self.block_tokens).sum(axis=1).astype(np.float32)
+        return blocks
 
     def select(self, scores: Scores, question: Question) -> I32:
         # As a session chooses: the question's tokens count, and its first block is the newest one.

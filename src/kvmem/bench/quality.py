@@ -5,8 +5,9 @@ answer turn (question, forced start, value) is then decoded over exactly those b
 with full attention over the same stored K and V.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Final, Literal
 
@@ -85,6 +86,9 @@ class Record:
     kl_nats, top1: the answer turn against full attention over the same K and V.
     forced: the value was on top at each step after the forced start; free: the value stands in a
     greedy answer without it, None when it was not tried.
+    bytes_in: K and V of the new blocks. bytes_per_token: of what scored them, kept for each token
+    of the history. session_recall: as gold_recall, of the sessions that the evidence stands in.
+    twin_error: largest difference of a score from its NumPy twin's, as a part of it.
     """
 
     generator: str
@@ -104,6 +108,10 @@ class Record:
     top1: float
     forced: bool
     free: bool | None
+    bytes_in: float = math.nan
+    bytes_per_token: float = math.nan
+    session_recall: float = math.nan
+    twin_error: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,25 +128,21 @@ def measure(
     open_stock: Callable[[Prompt], Answerer] | None,
     *,
     policies: Sequence[Policy] = POLICIES,
-    shuffle: bool = False,
     free: bool = False,
     report: Report = lambda what, done, total: None,
 ) -> Iterator[Record]:
-    """Records of all questions under all policies and references, prompt by prompt.
-
-    shuffle: hand every block the score of another one. A tool that still finds the facts would
-    be measuring something else than the scores.
-    """
+    """Records of all questions under all policies and references, prompt by prompt."""
     n_questions = sum(bool(q.gold) for prompt in prompts for q in prompt.questions)
     done = 0
     for prompt in prompts:
         report("questions", done, n_questions)
         history = open_history(prompt)
         stock = open_stock(prompt) if open_stock else None
-        for question in prompt.questions:
-            if not question.gold:
-                continue  # what was never told cannot be found
-            bench = _QuestionBench(prompt, question, history, stock, shuffle=shuffle, free=free)
+        asked = [question for question in prompt.questions if question.gold]  # the rest: never told
+        for question in asked:
+            bench = _QuestionBench(
+                prompt, question, history, stock, free=free, check=question is asked[0]
+            )
             yield from bench.records(policies)
             done += 1
             report("questions", done, n_questions)
@@ -154,16 +158,16 @@ class _QuestionBench:
         history: HistoryUnderTest,
         stock: Answerer | None,
         *,
-        shuffle: bool,
         free: bool,
+        check: bool,
     ) -> None:
         self._prompt = prompt
         self._question = question
         self._history = history
         self._stock = stock
         self._free = free
+        self._check = check
         self._newest = np.empty(0, np.int32)
-        self._shuffle = shuffle
 
     def records(self, policies: Sequence[Policy]) -> Iterator[Record]:
         """The references first: all else is compared with full attention over the same K, V."""
@@ -181,16 +185,20 @@ class _QuestionBench:
             started = perf_counter()
             scores = history.score(queries[policy.query], policy.scorer, picked=policy.picked)
             score_ms = 1e3 * (perf_counter() - started)
+            twin_error = math.nan
+            if self._check and policy.scorer == "heads":
+                asked = queries[policy.query]
+                twin_error = history.twin_error(asked, scores, picked=policy.picked)
             if not policy.neighbours:
                 scores = scores._replace(edges=np.zeros_like(scores.edges))
-            if self._shuffle:
-                seed = [self._prompt.seed, self._question.gold[0].start]
-                order = np.random.default_rng(seed).permutation(len(scores.blocks))
-                scores = scores._replace(blocks=scores.blocks[order], edges=scores.edges[order])
             selection = history.select(scores, self._question)
             outcome = self._answer_under(selection)
-            yield self._record(
-                policy.name, selection, outcome, full, scores=scores, score_ms=score_ms
+            record = self._record(policy.name, selection, outcome, full, scores=scores)
+            yield replace(
+                record,
+                score_ms=score_ms,
+                bytes_per_token=history.bytes_per_token(policy.scorer, picked=policy.picked),
+                twin_error=twin_error,
             )
 
     def _queries(self, policies: Sequence[Policy]) -> dict[str, Query]:
@@ -233,13 +241,16 @@ class _QuestionBench:
         full: _Outcome,
         *,
         scores: Scores | None,
-        score_ms: float = float("nan"),
     ) -> Record:
         question, block_tokens = self._question, self._history.block_tokens
-        rank = float("nan")
+        rank = math.nan
         recall = metrics.gold_recall(selection, question.gold, block_tokens)
         if scores is not None:
             rank = metrics.gold_rank(scores.blocks, question.gold, block_tokens)
+        sessions = math.nan
+        if question.sessions:
+            sessions = metrics.gold_recall(selection, question.sessions, block_tokens)
+        n_new = int((~np.isin(selection, self._newest)).sum())
         found = None
         if outcome.text is not None:
             found = metrics.states(outcome.text, question.value_text)
@@ -252,8 +263,8 @@ class _QuestionBench:
             parts=len(question.gold),
             policy=policy,
             selected_blocks=len(selection),
-            new_blocks=int((~np.isin(selection, self._newest)).sum()),
-            score_ms=score_ms,
+            new_blocks=n_new,
+            score_ms=math.nan,
             gold_recall=recall,
             whole=recall == 1.0,
             gold_rank=rank,
@@ -261,4 +272,6 @@ class _QuestionBench:
             top1=metrics.top1_agreement(full.logits, outcome.logits),
             forced=metrics.says_value(outcome.logits, question.value),
             free=found,
+            bytes_in=n_new * self._history.block_bytes,
+            session_recall=sessions,
         )

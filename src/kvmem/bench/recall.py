@@ -16,7 +16,7 @@ from kvmem.bench.quality import CALIBRATED, POLICIES, Policy, Record, measure
 from kvmem.bench.record import environment
 from kvmem.bench.workload import Prompt, WorkloadSpec, make_prompts
 from kvmem.config import EngineConfig, KvType, MemoryConfig, ModelConfig
-from kvmem.engine.calibration import Found, find
+from kvmem.engine.calibration import Calibration, Found, find
 from kvmem.engine.engine import Engine
 from kvmem.errors import ConfigError
 from kvmem.llama.model import Model
@@ -174,15 +174,23 @@ def run_recall(
             open_stock = _stock(spec, opened, is_hybrid=tiered.model.is_hybrid)
         yield from measure(
             _prompts(spec, tiered) if prompts is None else prompts,
-            lambda prompt: EngineHistory.read(
-                tiered, prompt.history, calibration=calibration, by_chunk=spec.by_chunk
-            ),
+            lambda prompt: _read(spec, tiered, prompt, calibration),
             open_stock,
             policies=policies,
-            shuffle=spec.shuffle,
             free=spec.free,
             report=report,
         )
+
+
+def _read(
+    spec: RecallSpec, engine: Engine, prompt: Prompt, calibration: Calibration | None
+) -> EngineHistory:
+    history = EngineHistory.read(
+        engine, prompt.history, calibration=calibration, by_chunk=spec.by_chunk
+    )
+    if spec.shuffle:
+        history.mix_up(prompt.seed)
+    return history
 
 
 def _stock(spec: RecallSpec, opened: ExitStack, *, is_hybrid: bool) -> Callable[[Prompt], Answerer]:

@@ -10,6 +10,7 @@ from rich.table import Table
 from kvmem.bench.agent import AgentRecord, AgentSummary
 from kvmem.bench.details import Difference, Part
 from kvmem.bench.metrics import Interval
+from kvmem.bench.quality import Record
 from kvmem.bench.remote_speed import RemoteRow
 from kvmem.bench.speed_summary import Ratio, RequestRow, SpeedRow
 from kvmem.bench.summary import Gate, Row
@@ -17,10 +18,12 @@ from kvmem.bench.turns import TurnRow
 
 __all__ = [
     "agent_table",
+    "cost_table",
     "difference_table",
     "experiment_table",
     "gate_table",
     "move_table",
+    "parity_line",
     "part_table",
     "phase_table",
     "recall_table",
@@ -82,6 +85,38 @@ def recall_table(rows: Sequence[Row], title: str | None = None) -> Table:
         ]
         table.add_row(row.policy, *cells, *([interval(row.free)] if free else []))
     return table
+
+
+def cost_table(rows: Sequence[Row]) -> Table:
+    """Answers over those of full attention, and what choosing costs: a line a policy."""
+    table = Table(title="beside full attention", title_justify="left", box=None, pad_edge=False)
+    table.add_column("policy")
+    sessions = any(not math.isnan(row.session_recall.mean) for row in rows)
+    headings = ["forced, of full", "score, ms", "index, bytes a token", "blocks in", "MB in"]
+    for heading in headings + ["gold sessions"] * sessions:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row.policy,
+            number(row.of_full),
+            number(row.score_ms, 1),
+            number(row.bytes_per_token, 1),
+            number(row.blocks_in, 1),
+            number(row.bytes_in / 1e6),
+            *([interval(row.session_recall)] if sessions else []),
+        )
+    return table
+
+
+def parity_line(records: Sequence[Record]) -> str:
+    """How far the scores of `heads` are from a twin's; empty where that was not measured."""
+    errors = [r.twin_error for r in records if not math.isnan(r.twin_error)]
+    if not errors:
+        return ""
+    return (
+        f"scores of heads against the same in NumPy and float64: at most {max(errors):.1e} of a "
+        f"block's score apart (n = {len(errors)})"
+    )
 
 
 def part_table(parts: Sequence[Part], policy: str) -> Table:

@@ -42,7 +42,7 @@ from kvmem.bench.report import (
 from kvmem.bench.saved import SavedRun, load_runs
 from kvmem.bench.speed import RequestRecord, SpeedRecord, SpeedSpec, run_speed
 from kvmem.bench.speed_summary import ratios, request_rows, speed_rows
-from kvmem.bench.summary import gates, summarise
+from kvmem.bench.summary import TARGETS, Size, gates, summarise
 from kvmem.bench.turns import summarise_turns
 from kvmem.cli.bench_options import (
     Batch,
@@ -102,7 +102,7 @@ def recall(
     ),
     shuffle: Shuffle = False,
     gate: Annotated[
-        bool, Option("--gate", help="Exit with 1 unless the bars of the default cell are met.")
+        bool, Option("--gate", help="Exit with 1 unless the bars of this size are met.")
     ] = False,
     threads: Threads = 0,
     n_gpu_layers: Layers = 0,
@@ -114,6 +114,10 @@ def recall(
     if wrong := set(scorer or ()) - known:
         raise ConfigError("scorer", min(wrong), f"one of {', '.join(sorted(known))}")
     wanted = {*scorer, "recency"} if scorer else known
+    size = Size(tokens, budget, block)
+    if gate and size not in TARGETS:
+        rule = f"for a size that has bars: {'; '.join(map(str, TARGETS))}"
+        raise ConfigError("gate", f"for {size}", rule)
     spec = RecallSpec(
         model=model_or_demo(model),
         generator=generator,
@@ -135,7 +139,7 @@ def recall(
     with progress() as report:
         records = list(run_recall(spec, report=report))
     rows = summarise(records)
-    bars = gates(rows)
+    bars = gates(rows, size)
     if out is not None:
         write_jsonl(out, [where, *records])
     if as_json:
@@ -144,7 +148,7 @@ def recall(
         title = (
             f"{spec.model.name}, {tokens} tokens x {prompts} ({generator}, seeds "
             f"{spec.seeds.start}..{spec.seeds.stop - 1}), budget {budget} in units of {block}"
-            f"{', scores SHUFFLED' if shuffle else ''}"
+            f"{', index SHUFFLED' if shuffle else ''}"
         )
         console = table_console()
         console.print(recall_table(rows, title))

@@ -55,7 +55,7 @@ Block = Annotated[int, Option("--kvmem-block-tokens", help="Tokens of a block.")
 Batch = Annotated[int, Option("-b", "--batch-size", help="Tokens of a decode call.")]
 Ubatch = Annotated[int, Option("-ub", "--ubatch-size", help="Tokens of a graph.")]
 Shuffle = Annotated[
-    bool, Option("--shuffle", help="Control: mix up the blocks' scores; recall must be lost.")
+    bool, Option("--shuffle", help="Control: mix up what scores the blocks; recall must be lost.")
 ]
 Out = Annotated[
     Path | None,

@@ -13,9 +13,16 @@ from kvmem.bench.details import by_depth, by_kind, compare
 from kvmem.bench.quality import ABLATIONS, CALIBRATED, POLICIES, Policy, Record
 from kvmem.bench.recall import RecallSpec, first_line
 from kvmem.bench.record import json_line
-from kvmem.bench.report import difference_table, part_table, recall_table
+from kvmem.bench.report import (
+    cost_table,
+    difference_table,
+    gate_table,
+    parity_line,
+    part_table,
+    recall_table,
+)
 from kvmem.bench.saved import load_recall
-from kvmem.bench.summary import summarise
+from kvmem.bench.summary import TARGETS, Size, gates, summarise
 from kvmem.bench.sweep import DEFAULT_CELLS, OF_A_CELL, parse_cell, sweep, tasks_of
 from kvmem.cli.bench_options import KvDtype, Layers, Shuffle, can_be_written
 from kvmem.cli.progress import progress, table_console
@@ -172,11 +179,20 @@ def _writer(
 
 
 def _show(console: Console, found: list[tuple[str, Record]]) -> None:
-    for name in dict.fromkeys(cell for cell, _ in found):
+    cells = dict.fromkeys(cell for cell, _ in found)
+    for name in cells:
         records = [record for cell, record in found if cell == name]
-        console.print(recall_table(summarise(records), name))
+        rows = summarise(records)
+        console.print(recall_table(rows, name))
+        console.print(cost_table(rows))
+        console.print(parity_line(records), soft_wrap=True)
         measured = {record.policy for record in records}
         best = next(p for p in ("fused* @first", "fused @first", "recency") if p in measured)
         console.print(part_table([*by_kind(records, best), *by_depth(records, best)], best))
         pairs = [compare(records, a, b) for a, b in PAIRED if {a, b} <= measured]
         console.print(difference_table(pairs))
+    for size in dict.fromkeys(map(Size.of, cells)):
+        if size is not None and size in TARGETS:
+            rows = summarise([record for cell, record in found if Size.of(cell) == size])
+            console.print(recall_table(rows, f"all of {size}"))
+            console.print(gate_table(gates(rows, size)))
