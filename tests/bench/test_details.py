@@ -1,9 +1,12 @@
 """Parts of a run, and differences between policies, on made-up records."""
 
+import math
+
 import pytest
 
 from kvmem.bench.details import by_depth, by_kind, compare, mcnemar
 from kvmem.bench.quality import Record
+from kvmem.bench.recall_plots import budgets, values
 
 
 def made(policy: str, seed: int, kind: str, *, found: bool, right: bool, depth: float) -> Record:
@@ -54,6 +57,19 @@ def test_differences_are_paired_by_question() -> None:
     assert found.p_forced == mcnemar(3, 0)
     with pytest.raises(ValueError, match="both good and none"):
         compare(RECORDS, "good", "none")
+
+
+def test_plots_take_values_by_the_name_of_their_policy() -> None:
+    """A cell may lack a policy that the first one has."""
+    found = [("harbor:3072:512:32:4", record) for record in RECORDS]
+    found += [("harbor:3072:1024:32:4", r) for r in RECORDS if r.policy == "bad"]
+    found += [("harbor:4096:512:32:4", r) for r in RECORDS]
+    ((length, rows),) = budgets(found).items()
+    assert length == "3072 tokens in units of 32"
+    assert values(rows[512], ["good", "bad"], "gold_recall") == [1.0, 0.25]
+    few = values(rows[1024], ["good", "bad"], "gold_recall")
+    assert math.isnan(few[0])
+    assert few[1] == 0.25
 
 
 @pytest.mark.parametrize(

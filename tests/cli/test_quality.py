@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from kvmem.llama.model import Model
 from kvmem.llama.vocab import Vocab
 
 CELLS = ("--cell", "harbor:6144:512:32:1", "--cell", "agent:8192:512:32:1")
-ONLY = ("--policy", "lexical", "--policy", "exact mass alone @ideal", "--no-stock", "-t", "1")
+POLICIES = ("lexical", "heads @first", "exact mass alone @ideal")
+ONLY = (*(word for name in POLICIES for word in ("--policy", name)), "--no-stock", "-t", "1")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -39,11 +41,19 @@ def test_every_cell_is_measured_and_kept(kept: Path) -> None:
     assert "n_tokens" not in where["settings"]
     assert where["calibration"]["pairs"] is None
     assert where["calibration"]["source"].startswith("none: ")
-    policies = {"full", "gold", "lexical", "exact mass alone @ideal", "recency"}
+    policies = {"full", "gold", *POLICIES, "recency"}
     assert {record["policy"] for record in records} == policies
     histories = {(record["cell"], record["seed"]) for record in records}
     assert histories == {(CELLS[1], 3), (CELLS[3], 3)}
     assert len(records) == 2 * 8 * len(policies)
+    of = {name: [r for r in records if r["policy"] == name] for name in policies}
+    assert {r["bytes_per_token"] for r in of["recency"]} == {0}
+    assert len({r["bytes_per_token"] for r in of["heads @first"]}) == 1
+    assert all(r["bytes_in"] % r["new_blocks"] == 0 for r in of["gold"] if r["new_blocks"])
+    # of one question of each history
+    errors = [r["twin_error"] for r in of["heads @first"] if r["twin_error"] is not None]
+    assert len(errors) == 2
+    assert 0 < max(errors) < 1e-3
     parts = {record["parts"] for record in records if record["cell"] == CELLS[3]}
     assert len(parts) > 1
 
@@ -54,10 +64,24 @@ def test_tables_and_plots_of_what_was_kept(
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     assert execute(["bench", "quality", "--read", str(kept), "--plot", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    for word in (*CELLS[1::2], "paired differences", "gold - full", "0-20 %", "paraphrase"):
+    words = (
+        "paired differences",
+        "gold - full",
+        "0-20 %",
+        "paraphrase",
+        "bytes a token",
+        "(n = 1)",
+    )
+    for word in (*CELLS[1::2], *words):
         assert word in shown
     for name in ("recall.svg", "kle.svg", "depth.svg"):
         assert "<svg" in (tmp_path / name).read_text()
+    assert not (tmp_path / "budget.svg").exists()
+    text = kept.read_text()
+    more = tmp_path / "more.jsonl"
+    more.write_text(text + text.partition("\n")[2].replace(":512:", ":1024:"))
+    assert execute(["bench", "quality", "--read", str(more), "--plot", str(tmp_path)]) == 0
+    assert "<svg" in (tmp_path / "budget.svg").read_text()
 
 
 def test_what_scored_is_kept_and_a_policy_of_any_cell_can_be_asked_for(
@@ -91,23 +115,48 @@ def test_questions_of_a_file_are_asked_as_far_as_there_are_any(
     tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "questions.json"
-    path.write_text(json.dumps([made_item(n) for n in range(3)]))
+    unknown = {**made_item(3), "question_id": "q3_abs"}  # what it asks was never told
+    path.write_text(json.dumps([*map(made_item, range(3)), unknown]))
     with Model(tiny_llama) as model:
         n_tokens = max(len(prompt.history) for prompt in read_longmemeval(path, Vocab(model)))
     out = tmp_path / "raw.jsonl"
     args = ["bench", "quality", "-m", str(tiny_llama), "--questions", str(path), "-t", "1"]
     args += ["--policy", "lexical", "--no-stock", "--shuffle", "-o", str(out)]
-    cell = f"harbor:{n_tokens}:256:16"
+    cell = f"harbor:{n_tokens}:512:16"
     assert execute([*args, "--cell", f"{cell}:5", "--seed", "1"]) == 0
-    assert {(r["generator"], r["seed"]) for r in lines(out)[1:]} == {
-        ("longmemeval", 1), ("longmemeval", 2),
-    }  # fmt: skip
+    records = lines(out)[1:]
+    histories = {(record["generator"], record["seed"]) for record in records}
+    assert histories == {("longmemeval", 1), ("longmemeval", 2)}
+    shown = capsys.readouterr().out
+    assert "gold sessions" in shown and "single-session-user" in shown
+    of = {record["policy"]: record for record in records}
+    assert of["gold"]["gold_recall"] == 1 > of["gold"]["session_recall"] > 0
+    assert of["full"]["session_recall"] == 1
     out.unlink()
     assert execute([*args, "--cell", f"{cell}:1", "--seed", "3"]) == 2
     assert "--seed is 3, but must be below 3" in capsys.readouterr().err
-    assert execute([*args, "--cell", f"harbor:{4 * n_tokens}:256:16:1"]) == 2
+    assert execute([*args, "--cell", f"harbor:{4 * n_tokens}:512:16:1"]) == 2
     assert "a file with a history of" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_conversations_of_ones_own(root: Path, tmp_path: Path) -> None:
+    """The recall model is asked about its two first held-out conversations of this length."""
+    folder, out = root / "bench/recall_model", tmp_path / "raw.jsonl"
+    args = ["bench", "quality", "-m", str(folder / "recall-qwen35.gguf"), "-t", "1"]
+    args += ["--questions", str(folder / "heldout.jsonl"), "--cell", "harbor:1024:256:16:2"]
+    assert execute([*args, "--policy", "fused @first", "--no-stock", "-o", str(out)]) == 0
+    where, *records = lines(out)
+    assert where["settings"]["questions"] == "heldout.jsonl"
+    assert {record["kind"] for record in records} >= {"fact", "hop"}
+    assert len({record["seed"] for record in records}) == 2
+    right = {
+        name: fmean(record["forced"] for record in records if record["policy"] == name)
+        for name in ("full", "fused @first", "recency")
+    }
+    assert right["full"] >= 0.8
+    assert right["fused @first"] >= 0.8
+    assert right["recency"] <= 0.5
 
 
 def made_item(number: int) -> dict[str, Any]:
