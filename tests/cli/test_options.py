@@ -9,7 +9,7 @@ import pytest
 
 from kvmem.chat.thinking import Thinking
 from kvmem.cli.app import execute
-from kvmem.cli.faults import LATER, RENAMED
+from kvmem.cli.faults import LATER, OTHER_VARIABLES, RENAMED
 from kvmem.cli.options import EngineOptions, SamplingOptions
 from kvmem.errors import ConfigError
 
@@ -238,6 +238,25 @@ def test_a_variable_of_another_command_is_no_mistake(
     monkeypatch.setenv("LLAMA_ARG_PORT", "8081")
     code, line = stderr_of("plan", "-m", "none.gguf")
     assert code == 1 and line.startswith("error: cannot read the model none.gguf")
+
+
+def test_variables_of_the_build_and_the_tests_are_no_mistake(
+    stderr_of: Runner, monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
+    """Whoever has set one may run a command, and each that is let pass is read somewhere."""
+    build = ("Makefile", "CMakeLists.txt", "pyproject.toml")
+    scripts = [path for path in (root / "scripts").glob("*") if path.is_file()]
+    code = [path for name in ("tests", "src") for path in (root / name).rglob("*.py")]
+    others = {Path(__file__).resolve(), root / "src" / "kvmem" / "cli" / "faults.py"}
+    sources = {*(root / name for name in build), *scripts, *code} - others
+    texts = [path.read_text(encoding="utf-8") for path in sources]
+    asked = {name for text in texts for name in re.findall(r"""environ\S*?["'](KVMEM_\w+)""", text)}
+    assert {"KVMEM_TEST_BODIES", "KVMEM_DEMO_MODEL"} <= asked <= OTHER_VARIABLES
+    for name in sorted(OTHER_VARIABLES):
+        assert any(re.search(rf"\b{name}\b", text) for text in texts), name
+        monkeypatch.setenv(name, "1")
+    status, line = stderr_of("plan", "-m", "none.gguf")
+    assert status == 1 and line.startswith("error: cannot read the model none.gguf")
 
 
 def test_bad_values_of_variables(stderr_of: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

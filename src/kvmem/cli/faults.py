@@ -9,6 +9,7 @@ from kvmem.errors import CapacityError, ConfigError, DownloadError, KvmemError, 
 
 __all__ = [
     "LATER",
+    "OTHER_VARIABLES",
     "RENAMED",
     "describe",
     "flag_of",
@@ -155,8 +156,8 @@ VARIABLE = re.compile(r"LLAMA_ARG_\w+|LLAMA_API_KEY\w*|KVMEM_\w+")
 # of the build, the tests and the demo, not of a command
 OTHER_VARIABLES = frozenset(
     {
-        "KVMEM_CACHE", "KVMEM_CHECKS", "KVMEM_COMMIT", "KVMEM_CUDA", "KVMEM_DIST", "KVMEM_LLAMA",
-        "KVMEM_LLAMA_SOURCE", "KVMEM_RELEASE", "KVMEM_SANITIZE",
+        "KVMEM_CHECKS", "KVMEM_COMMIT", "KVMEM_CUDA", "KVMEM_DEMO_MODEL", "KVMEM_DIST",
+        "KVMEM_LLAMA", "KVMEM_LLAMA_SOURCE", "KVMEM_RELEASE", "KVMEM_SANITIZE", "KVMEM_TEST_BODIES",
     }
 )  # fmt: skip
 
