@@ -3,7 +3,9 @@
 import json
 import re
 from collections.abc import Iterator
+from enum import Enum
 from functools import partial
+from itertools import permutations
 from typing import Any, Literal
 
 import jsonschema
@@ -80,6 +82,17 @@ class Everything(BaseModel):
     when: Literal["now", "later"] | None = None
 
 
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Sets(BaseModel):
+    colours: set[Colour]
+    words: frozenset[Literal["to", "be", "or", "not"]] = Field(min_length=1, max_length=2)
+    maybe: set[bool] | None
+
+
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 CONDECIMAL = r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,3}|(?=[\d.]{1,6}0*$)\d{0,3}\.\d{0,2}0*$)"
 """What pydantic writes for a Decimal, and for one with max_digits=5 and decimal_places=2."""
@@ -121,6 +134,13 @@ ENFORCED: dict[str, Json] = {
                   "additionalItems": False},
     "tuple": {"type": "array", "prefixItems": [{"type": "null"}], "items": False, "maxItems": 9},
     "unique": {"type": "array", "items": {"type": "null"}, "maxItems": 1, "uniqueItems": True},
+    "sets": obj(
+        a={"type": "array", "items": {"enum": ["x", 1, 1.0, None]}, "uniqueItems": True},
+        b={"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "minItems": 1},
+        c={"type": "array", "items": {"type": "string", "enum": [*"abcdefgh", 9]},
+           "uniqueItems": True, "maxItems": 9},
+        d={"type": "array", "items": {"const": {"k": [1]}}, "uniqueItems": True}),
+    "pydantic's sets": Sets.model_json_schema(),
     "no items": {"type": "array", "items": False},
     "one bound": obj(a={"type": "integer", "minimum": 1024}, b={"type": "integer", "maximum": -100},
                      c={"type": "integer", "exclusiveMaximum": 0},
@@ -231,6 +251,9 @@ REFUSED: tuple[tuple[Json, str, str], ...] = (
     ({"type": "string", "pattern": "^(?<=a)"}, "#", "pattern"),
     ({"type": "array", "prefixItems": [{}], "items": {}}, "#", "prefixItems"),
     ({"type": "array", "items": {}, "uniqueItems": True}, "#", "uniqueItems"),
+    ({"type": "array", "items": {"enum": [*range(9)]}, "uniqueItems": True}, "#", "uniqueItems"),
+    ({"type": "array", "items": {"const": 1}, "minItems": 2, "uniqueItems": True}, "#",
+     "uniqueItems"),
     ({"type": "integer", "multipleOf": 3, "minimum": 0}, "#", "multipleOf"),
     ({"type": "number", "minimum": 0, "multipleOf": 0.5}, "#", "multipleOf"),
     ({"type": "number", "minimum": 1e20}, "#", "minimum"),
@@ -251,6 +274,20 @@ def test_what_cannot_be_written_is_named(
     model: Model, schema: Json, path: str, keyword: str
 ) -> None:
     assert (path, keyword) in lost(model, schema)
+
+
+def test_sets_come_in_any_order_where_these_can_be_counted() -> None:
+    def sets(n_values: int) -> NormalSchema:
+        items = {"enum": [*range(n_values)]}
+        return normal_schema({"type": "array", "items": items, "uniqueItems": True})
+
+    grammar = read_grammar(grammar_of(sets(5)))
+    for values in permutations(range(5), 4):
+        assert grammar.accepts(json.dumps(values, separators=(",", ":")))
+    assert not grammar.accepts("[1,1]") and grammar.accepts("[]") and not sets(5).narrowed
+    grammar = read_grammar(grammar_of(sets(6)))
+    assert grammar.accepts("[0,3,5]") and not grammar.accepts("[3,0]")
+    assert sets(6).narrowed == {("#", "uniqueItems"): "is written in the order of the values alone"}
 
 
 def test_a_branch_is_narrowed_to_what_tells_it_apart() -> None:

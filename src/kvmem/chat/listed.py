@@ -4,16 +4,20 @@ import math
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
+from itertools import combinations, permutations
 from types import MappingProxyType
 from typing import Any, Final
 
 from kvmem.chat.contradictions import nothing
-from kvmem.chat.keywords import is_number, numbers_of
-from kvmem.chat.values import is_equal, is_kind, is_of_type
+from kvmem.chat.keywords import demands_of, is_number, numbers_of
+from kvmem.chat.values import is_equal, is_kind, is_of_type, key_of
 
-__all__ = ["plain_values"]
+__all__ = ["list_sets", "plain_values"]
 
 Json = dict[str, Any]
+
+# arrays that are written out: of five values in any order, of eight in one
+MAX_SETS: Final = 400
 
 # keyword -> the type whose values it speaks of, and whether one of them fits a number
 FITS: Final[Mapping[str, tuple[str, Callable[[Any, float], bool]]]] = MappingProxyType(
@@ -54,6 +58,38 @@ def plain_values(node: Json) -> Json:
         if isinstance(values := node.get(keyword), list) and values:
             return _held(node, keyword, values)
     return node
+
+
+def list_sets(node: Mapping[str, Any], items: Json) -> tuple[list[list[Any]], bool] | None:
+    """The arrays of an array's schema whose items are different ones out of a few values, and
+    whether these stand in any order; in the schema's alone where there would be too many. None
+    where there still are, or where the values are not listed.
+
+    items: the schema of its items, without a reference.
+    """
+    values = _few_values(plain_values(items))
+    if values is None or node.get("type") != "array" or "prefixItems" in node:
+        return None
+    least = math.ceil(max(numbers_of(node, "minItems"), default=0))
+    most = math.floor(min([*numbers_of(node, "maxItems"), len(values)]))
+    sizes = range(max(least, 0), most + 1)
+    for arrange, count in ((permutations, math.perm), (combinations, math.comb)):
+        if 0 < sum(count(len(values), size) for size in sizes) <= MAX_SETS:
+            sets = [list(found) for size in sizes for found in arrange(values, size)]
+            return sets, arrange is permutations
+    return None
+
+
+def _few_values(items: Json) -> list[Any] | None:
+    """Different values, where a schema is no more than these."""
+    demands = set(demands_of(items))
+    if demands == {"enum"} and isinstance(items["enum"], list):
+        return list({key_of(value): value for value in items["enum"]}.values())
+    if demands == {"const"}:
+        return [items["const"]]
+    if demands == {"type"} and items["type"] == "boolean":
+        return [True, False]
+    return [None] if demands == {"type"} and items["type"] == "null" else None
 
 
 def _held(node: Json, keyword: str, values: list[Any]) -> Json:

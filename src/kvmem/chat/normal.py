@@ -21,7 +21,7 @@ from kvmem.chat.contradictions import NOTHING, cut_out, is_nothing
 from kvmem.chat.exclusive import Prover
 from kvmem.chat.keywords import demands_of, find_target, numbers_of, with_subschemas
 from kvmem.chat.language import TextDemands
-from kvmem.chat.listed import plain_values
+from kvmem.chat.listed import list_sets, plain_values
 from kvmem.chat.ranges import LARGEST, mark_ranges
 from kvmem.chat.steps import Spent, Steps
 from kvmem.chat.texts import TextWriter
@@ -78,6 +78,7 @@ class _Normalizer:
         self._merged: dict[int, Any] = {}  # by the id of the root's part that it is made of
         self._texts = TextWriter()
         self._unwritten: dict[tuple[str, str], str] = {}
+        self._narrowed: dict[tuple[str, str], str] = {}
         self._nodes = Steps(MAX_NODES)
         self._merges = Steps(MAX_MERGED)
         # what is being written out
@@ -110,7 +111,7 @@ class _Normalizer:
             ranges,
             contradictions,
             {**self._unwritten, **self._texts.unwritten},
-            self._texts.narrowed,
+            {**self._narrowed, **self._texts.narrowed},
         )
 
     def _inlined(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -168,6 +169,8 @@ class _Normalizer:
                 node = self._distributed(node, keyword, path)
         if isinstance(names := node.get("propertyNames"), Mapping):
             node["propertyNames"] = self._inlined(merge_all_of(names, self._root, self._merges))
+        if node.get("uniqueItems") is True and isinstance(items := node.get("items"), Mapping):
+            node = self._written_sets(node, items, path)
         node = with_subschemas(node, lambda inner, step: self._node(inner, f"{path}/{step}"))
         if isinstance(ref := node.get("$ref"), str):
             if ref in self._origins:  # made here
@@ -184,6 +187,19 @@ class _Normalizer:
             self._unwritten[path, "allOf"] = node.get(UNMERGED, "is lost")
             node = {k: v for k, v in node.items() if k not in ("allOf", UNMERGED)}
         return self._texts.plain(self._texts.without_lost(node, path), path)
+
+    def _written_sets(self, node: Json, items: Mapping[str, Any], path: str) -> Json:
+        """Arrays of different values, where they can be written out."""
+        values = self._inlined(merge_all_of(items, self._root, self._merges))
+        found = list_sets(node, dict(values))
+        if found is None:
+            return node
+        sets, has_all_orders = found
+        self._nodes.spend(count_values(sets))
+        if not has_all_orders:
+            self._narrowed[path, "uniqueItems"] = "is written in the order of the values alone"
+        said = ("type", "items", "uniqueItems", "minItems", "maxItems")
+        return {**{k: v for k, v in node.items() if k not in said}, "enum": sets}
 
     def _spend_on_names(self, node: Json, schema: Mapping[str, Any]) -> None:
         """Properties that were written out from a list of names."""
