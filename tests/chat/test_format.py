@@ -1,15 +1,19 @@
 """What a template can do, and what it is asked for in vain."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_vocab
+from gbnf import read_grammar
 
 from kvmem.chat.fields import FieldError
 from kvmem.chat.render import ChatRenderer, RenderedChat
+from kvmem.chat.reply import ReplyMessage
 from kvmem.chat.request import parse_chat_request
+from kvmem.engine.events import TokenEvent
 from kvmem.engine.prompt import Span
 from kvmem.errors import RequestError, UnsupportedContentError
 from kvmem.llama.model import Model
@@ -174,6 +178,67 @@ def test_spans_stay_exact_beside_tools_and_results(vocab: Vocab) -> None:
     assert text_of(vocab, rendered, rendered.prompt.query_span) == "how warm is it in Oslo?"
     spans = [(s.role, text_of(vocab, rendered, s.span)) for s in rendered.prompt.spans]
     assert spans == [(m["role"], m["content"]) for m in said]
+
+
+def fifty() -> list[dict[str, Any]]:
+    """Tools with a name, arguments and demands of their own each."""
+    kinds: list[Any] = [
+        {"type": "integer", "minimum": 3, "maximum": 40}, {"enum": ["red", "blue"]},
+        {"type": "boolean"}, {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
+        {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"]},
+    ]  # fmt: skip
+    made = [tool(f"act_{i}", **{f"a{i}": kinds[i % 5], f"b{i}": {}}) for i in range(50)]
+    for i, one in enumerate(made):
+        one["function"]["parameters"]["required"] = [f"a{i}"]
+    return made
+
+
+VALUES = ["7", "red", "true", "[1,2]", '{"x":null}']
+WRONG = ["2", "green", "1", "[1,2,3]", '{"x":1}']
+
+
+@pytest.mark.parametrize("form", ["xml", "json"])
+@pytest.mark.parametrize("choice", ["auto", "required", "act_49"])
+def test_fifty_tools(vocab: Vocab, form: str, choice: str) -> None:
+    """Each is shown; what a call of any may be is the grammar's, and the last one is read."""
+    demanded = choice if choice != "act_49" else {"type": "function", "function": {"name": choice}}
+    fields: dict[str, Any] = {
+        "source": tiny_vocab.CHATML_TOOLS if form == "xml" else tiny_vocab.CHATML_JSON,
+        "tools": fifty(), "tool_choice": demanded, "parallel_tool_calls": False,
+        "enable_thinking": False,
+    }  # fmt: skip
+    rendered = render(vocab, **fields)
+    assert rendered.notes == ()
+    for i in range(50):
+        assert f'"act_{i}"' in rendered.text and f'"a{i}"' in rendered.text
+    grammar = read_grammar(constraint(rendered)["grammar"])
+    # one that holds from the beginning begins with how the prompt ends
+    before = "" if choice == "auto" else rendered.text[rendered.text.rindex("<|im_start|>") :]
+    for i in (*range(45, 50), 0, 23):
+        may_call = choice != "act_49" or i == 49
+        for argument, value, fits in (
+            (f"a{i}", VALUES[i % 5], may_call),
+            (f"a{i}", WRONG[i % 5], False),
+            (f"a{(i + 1) % 50}", VALUES[i % 5], False),
+        ):
+            said = before + call_of(form, f"act_{i}", argument, value)
+            assert grammar.accepts(said) == fits, said
+    reader = rendered.reader()
+    message = ReplyMessage()
+    for letter in call_of(form, "act_49", "a49", VALUES[4]).encode():
+        message.add(reader.feed([TokenEvent(1000, bytes([letter]))]))
+    message.add(reader.finish("stop"))
+    [call] = message.calls
+    assert (call.name, json.loads(call.arguments)) == ("act_49", {"a49": {"x": None}})
+
+
+def call_of(form: str, name: str, argument: str, value: str) -> str:
+    if form == "xml":
+        said = f"<function={name}>\n<parameter={argument}>\n{value}\n</parameter>\n</function>"
+    else:
+        value = value if value[0] in "[{0123456789t" else json.dumps(value)
+        said = f'{{"name": "{name}", "arguments": {{"{argument}": {value}}}}}'
+    return f"<tool_call>\n{said}\n</tool_call>"
 
 
 def constraint(rendered: RenderedChat) -> dict[str, Any]:
