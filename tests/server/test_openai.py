@@ -4,16 +4,21 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
+from time import monotonic
 from typing import Any, Literal
+from urllib.request import urlopen
 
 import openai
 import pytest
 from handset import LINE_BREAK, SCRIPT, write_handset
-from live import serving
+from live import WAIT_S, Server, serving
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from pydantic import BaseModel
+from server_fake import until
+from tiny_vocab import CONTROL, MERGES, USER_DEFINED
 from zod import UUID
 
 ARGS = ("--port", "0", "-c", "2048", "-t", "1", "--kvmem-budget", "512",
@@ -25,19 +30,31 @@ LOOK: ChatCompletionToolParam = {
         "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
     },
 }
-CALL = "278"  # the id of <tool_call> in the tiny vocabulary
+FIRST = 256 + len(MERGES) + len(CONTROL)  # ids of the tiny vocabulary
+CALL, THOUGHT = (str(FIRST + USER_DEFINED.index(text)) for text in ("<tool_call>", "</think>"))
+# A token decides the next one, so each comes once: the second call is one token.
+TWO_CALLS = (
+    *SCRIPT[1:], "\n<tool_call>\n<function=look>\n<parameter=place>\nRome\n</parameter>\n"
+    "</function>\n</tool_call>",
+)  # fmt: skip
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
 
 
-def client_of(address: tuple[str, int]) -> OpenAI:
+def client_of(address: tuple[str, int], api_key: str = "any") -> OpenAI:
     base = f"http://{address[0]}:{address[1]}/v1"
-    return OpenAI(base_url=base, api_key="any", timeout=30, max_retries=0)
+    return OpenAI(base_url=base, api_key=api_key, timeout=30, max_retries=0)
 
 
 @pytest.fixture(scope="module")
-def client(tiny_llama: Path) -> Iterator[OpenAI]:
+def server(tiny_llama: Path) -> Iterator[Server]:
     """Random words."""
-    with serving("-m", str(tiny_llama), *ARGS) as server, client_of(server.address()) as client:
+    with serving("-m", str(tiny_llama), *ARGS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[OpenAI]:
+    with client_of(server.address()) as client:
         yield client
 
 
@@ -200,24 +217,31 @@ def test_temperature_zero_and_seeds(client: OpenAI) -> None:
     assert say(seed=5) == say(seed=5) != say(seed=6)
 
 
-def test_a_call_is_forced(client: OpenAI) -> None:
-    number: ChatCompletionToolParam = {
-        "type": "function",
-        "function": {
-            "name": "count",
-            "parameters": {
-                "type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"],
-            },
-        },
+def demanding(name: str, **properties: Any) -> ChatCompletionToolParam:
+    parameters: dict[str, object] = {
+        "type": "object", "properties": properties, "required": list(properties),
     }  # fmt: skip
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+@pytest.mark.parametrize("name", ["count", "paint", "count|paint"])
+def test_a_call_is_forced(client: OpenAI, name: str) -> None:
+    """A named one, or any."""
+    tools = [
+        demanding("count", n={"type": "integer"}),
+        demanding("paint", colour={"enum": ["red", "blue"]}),
+    ]
+    named: Any = {"type": "function", "function": {"name": name}}
     reply = client.chat.completions.create(
-        model="any", messages=HI, tools=[number, LOOK], max_tokens=300, seed=2,
-        tool_choice={"type": "function", "function": {"name": "count"}}, reasoning_effort="none",
+        model="any", messages=HI, tools=tools, max_tokens=300, seed=2,
+        tool_choice="required" if "|" in name else named, reasoning_effort="none",
         parallel_tool_calls=False, logit_bias={CALL: 100},
     )  # fmt: skip
     calls = reply.choices[0].message.tool_calls
     assert calls is not None and calls[0].type == "function"
-    assert isinstance(json.loads(calls[0].function.arguments)["n"], int)
+    assert re.fullmatch(name, calls[0].function.name)
+    [(key, value)] = json.loads(calls[0].function.arguments).items()
+    assert (key == "n" and isinstance(value, int)) or (key == "colour" and value in ("red", "blue"))
 
 
 def test_the_examples_of_the_clients_page(
@@ -231,6 +255,220 @@ def test_the_examples_of_the_clients_page(
     example = blocks["python"].replace("http://127.0.0.1:8080/v1", str(client.base_url))
     exec(compile(example.replace('"Hello"}]', '"Hello"}], max_tokens=8'), "clients.md", "exec"), {})
     assert capsys.readouterr().out.endswith("\n")
+
+
+def test_the_model_is_listed_and_found(client: OpenAI) -> None:
+    [listed] = client.models.list().data
+    found = client.models.retrieve("tiny")
+    assert found == listed
+    assert (found.id, found.object) == ("tiny", "model")
+    about: Any = found.to_dict()
+    assert about["meta"]["n_ctx"] == 2048
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4o")
+
+
+def test_plain_completions(client: OpenAI) -> None:
+    """Of a text and of tokens, whole and streamed, several at once."""
+    fields: dict[str, Any] = {"model": "any", "max_tokens": 8, "temperature": 0}
+    whole = client.completions.create(prompt="once upon a time", **fields)
+    assert (whole.object, whole.model) == ("text_completion", "tiny")
+    assert whole.usage is not None and whole.usage.completion_tokens <= 8
+    [choice] = whole.choices
+    streamed = list(client.completions.create(prompt="once upon a time", **fields, stream=True))
+    assert "".join(part.choices[0].text for part in streamed) == choice.text != ""
+    assert streamed[-1].choices[0].finish_reason == choice.finish_reason
+    prompts = ["once upon a time", "the sea"]
+    several = client.completions.create(prompt=prompts, **fields, n=2)
+    assert [one.index for one in several.choices] == [0, 1, 2, 3]
+    assert [one.text == choice.text for one in several.choices] == [True, True, False, False]
+    tokens = client.completions.create(prompt=[ord("a"), ord("b")], **fields)
+    assert tokens.usage is not None and tokens.usage.prompt_tokens == 2
+
+
+def test_a_wrong_key_is_an_authentication_error(tiny_llama: Path) -> None:
+    with serving("-m", str(tiny_llama), *ARGS, "--api-key", "right") as server:
+        address = server.address()
+        with client_of(address, "wrong") as client:
+            for ask in (
+                client.models.list,
+                lambda: client.chat.completions.create(model="any", messages=HI),
+                lambda: client.chat.completions.create(model="any", messages=HI, stream=True),
+                lambda: client.completions.create(model="any", prompt="hi"),
+            ):
+                with pytest.raises(openai.AuthenticationError) as caught:
+                    ask()
+                assert caught.value.type == "authentication_error"
+        with client_of(address, "right") as client:
+            reply = client.chat.completions.create(model="any", messages=HI, max_tokens=3)
+            assert reply.usage is not None and reply.usage.completion_tokens <= 3
+
+
+def test_closing_a_stream_ends_the_work(server: Server, client: OpenAI) -> None:
+    greedy: dict[str, Any] = {"model": "any", "messages": HI, "max_tokens": 6, "temperature": 0}
+    before = client.chat.completions.create(**greedy).choices
+    stream = client.chat.completions.create(
+        model="any", messages=HI, stream=True, extra_body={"ignore_eos": True}
+    )
+    assert next(stream).choices and next(stream).choices
+    stream.close()
+    closed = monotonic()
+    assert server.until("end=(?!stop|length)")[0] == "end="
+    assert monotonic() - closed < 1
+    assert "end=cancelled" in server.seen[-1]
+    assert client.chat.completions.create(**greedy).choices == before
+
+
+def test_a_full_queue_is_a_503_that_says_when_to_come_again(tiny_llama: Path) -> None:
+    """The client waits as told, and is served when the others have left."""
+    body = json.dumps({"messages": HI, "ignore_eos": True})  # for minutes
+    answers: list[Any] = []
+
+    def look(response: Any) -> None:
+        answers.append(response)
+        if len(answers) > 1:
+            for one in others:
+                one.close()
+
+    with (
+        serving("-m", str(tiny_llama), *ARGS, "-c", "65536") as server,
+        openai.DefaultHttpxClient(event_hooks={"response": [look]}) as http,
+    ):
+        address = server.address()
+        patient = client_of(address).with_options(http_client=http)
+        others = [HTTPConnection(*address, timeout=WAIT_S) for _ in range(65)]
+        for one in others:
+            one.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        until(lambda: n_waiting(address) == 64)
+        with pytest.raises(openai.InternalServerError) as caught:
+            patient.chat.completions.create(model="any", messages=HI)
+        assert caught.value.status_code == 503 and caught.value.type == "unavailable_error"
+        assert int(caught.value.response.headers["retry-after"]) > 0
+        told = monotonic()
+        reply = patient.with_options(max_retries=2).chat.completions.create(
+            model="any", messages=HI, max_tokens=3
+        )
+        assert monotonic() - told >= int(answers[1].headers["retry-after"])
+        assert [one.status_code for one in answers] == [503, 503, 200]
+        assert reply.usage is not None and reply.usage.completion_tokens <= 3
+
+
+def n_waiting(address: tuple[str, int]) -> int:
+    with urlopen(f"http://{address[0]}:{address[1]}/slots", timeout=WAIT_S) as response:
+        [slot] = json.load(response)
+    return int(slot["kvmem"]["n_waiting"])
+
+
+def test_a_conversation_by_its_id(client: OpenAI) -> None:
+    """Two that begin with the same words take turns; each goes on where it was itself."""
+    begin = "tell me of the long voyage " * 8
+    talks: dict[str, list[Any]] = {"a": [], "b": []}
+    numbers: dict[str, set[Any]] = {"a": set(), "b": set()}
+    for turn in range(3):
+        for name, talk in talks.items():
+            text = f"what became of {name} " * 8 if turn else begin
+            talk.append({"role": "user", "content": text})
+            reply = client.chat.completions.create(
+                model="any", messages=talk, max_tokens=6, temperature=0, reasoning_effort="none",
+                extra_body={"kvmem": {"conversation_id": name, "report": True}},
+            )  # fmt: skip
+            talk.append(reply.choices[0].message.to_dict())
+            report, usage = reply.to_dict()["kvmem"], reply.usage
+            assert isinstance(report, dict)
+            assert usage is not None and usage.prompt_tokens_details is not None
+            numbers[name].add(report["conversation"])
+            if turn:
+                assert report["conversation_use"] == "switched"
+                cached = usage.prompt_tokens_details.cached_tokens
+                assert cached is not None
+                assert cached > usage.prompt_tokens * turn / (turn + 1) - 32
+    assert talks["a"][:2] == talks["b"][:2]
+    assert len(numbers["a"]) == len(numbers["b"]) == 1 and numbers["a"] != numbers["b"]
+
+
+def test_a_budget_ends_thinking(client: OpenAI) -> None:
+    """The model would think on and on: what ends a thought is forbidden to it."""
+    fields: dict[str, Any] = {
+        "model": "any", "messages": HI, "max_tokens": 40, "seed": 3,
+        "logit_bias": {THOUGHT: -100, CALL: -100},
+    }  # fmt: skip
+    free = client.chat.completions.create(**fields, extra_body={"ignore_eos": True})
+    assert free.choices[0].finish_reason == "length" and free.choices[0].message.content == ""
+    bound = client.chat.completions.create(
+        **fields,
+        extra_body={
+            "reasoning_budget_tokens": 5,
+            "reasoning_budget_message": " Enough.",
+            "ignore_eos": True,
+        },
+    )
+    message = bound.choices[0].message
+    assert message.content
+    thought = message.to_dict()["reasoning_content"]
+    assert isinstance(thought, str) and thought.endswith(" Enough.")
+    assert bound.usage is not None and bound.usage.completion_tokens_details is not None
+    n_thought = bound.usage.completion_tokens_details.reasoning_tokens
+    assert n_thought is not None and 5 < n_thought < 40
+
+
+def test_a_message_is_gone_on_with(scripted: OpenAI) -> None:
+    begun: ChatCompletionMessageParam = {"role": "assistant", "content": "\n\nOf course. "}
+    for fields in ({}, {"continue_final_message": True}):
+        reply = scripted.chat.completions.create(
+            model="any", messages=[*HI, begun], tools=[LOOK], extra_body=fields
+        )
+        message = reply.choices[0].message
+        assert message.content == "One moment.\n"
+        assert message.tool_calls is not None and len(message.tool_calls) == 1
+
+
+@pytest.mark.parametrize("stop", ["moment", ["nothing of it", "moment"]])
+def test_a_stop_text(scripted: OpenAI, stop: Any) -> None:
+    fields: dict[str, Any] = {"model": "any", "messages": HI, "tools": [LOOK], "stop": stop}
+    [choice] = scripted.chat.completions.create(**fields).choices
+    assert (choice.message.content, choice.finish_reason) == ("Of course. One ", "stop")
+    assert choice.message.tool_calls is None
+    chunks = [one.choices[0] for one in scripted.chat.completions.create(**fields, stream=True)]
+    assert "".join(one.delta.content or "" for one in chunks) == "Of course. One "
+    assert chunks[-1].finish_reason == "stop"
+
+
+def test_several_replies(client: OpenAI) -> None:
+    fields: dict[str, Any] = {
+        "model": "any", "messages": HI, "n": 3, "seed": 5, "max_tokens": 8,
+        "reasoning_effort": "none", "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    whole = client.chat.completions.create(**fields)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    texts = [choice.message.content or "" for choice in whole.choices]
+    assert len(set(texts)) == 3
+    assert whole.usage is not None and whole.usage.completion_tokens == 24
+    streamed = ["", "", ""]
+    for chunk in client.chat.completions.create(**fields, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_calls_in_one_reply(tmp_path: Path, stream: bool) -> None:
+    """As pieces they are told apart by their index alone."""
+    path = write_handset(tmp_path / "calls.gguf", script=TWO_CALLS, start=LINE_BREAK)
+    with (
+        serving("-m", str(path), *ARGS, "--temp", "0") as server,
+        client_of(server.address()) as client,
+    ):
+        fields: dict[str, Any] = {"model": "any", "messages": HI, "tools": [LOOK]}
+        if stream:
+            with client.chat.completions.stream(**fields) as chunks:
+                [choice] = chunks.get_final_completion().choices
+        else:
+            [choice] = client.chat.completions.create(**fields).choices
+    calls: Any = choice.message.tool_calls
+    assert [json.loads(call.function.arguments)["place"] for call in calls] == ["Oslo", "Rome"]
+    assert [(call.type, call.function.name) for call in calls] == [("function", "look")] * 2
+    assert calls[0].id != calls[1].id
+    assert choice.finish_reason == "tool_calls"
 
 
 def test_errors_have_the_clients_types(client: OpenAI) -> None:
