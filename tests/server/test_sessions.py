@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from live import WAIT_S, Server, serving
+from openai import OpenAI, Timeout
 from server_fake import until
 from starlette.testclient import TestClient
 
@@ -228,12 +229,14 @@ def finish(connection: socket.socket) -> dict[str, Any]:
     return result
 
 
+BATCH = 64
+SERVE = ("--port", "0", "-c", "65536", "-t", "1", "--kvmem-block-tokens", "32",
+         "--kvmem-gen-reserve", "128", "--temp", "0", "-b", str(BATCH))  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def server(tiny_llama: Path) -> Iterator[tuple[Server, tuple[str, int]]]:
-    with serving(
-        "-m", str(tiny_llama), "--port", "0", "-c", "65536", "-t", "1", "--kvmem-budget", "512",
-        "--kvmem-block-tokens", "32", "--kvmem-gen-reserve", "128", "--temp", "0", "-b", "64",
-    ) as server:  # fmt: skip
+    with serving("-m", str(tiny_llama), *SERVE, "--kvmem-budget", "512") as server:
         yield server, server.address()
 
 
@@ -246,13 +249,36 @@ def test_who_leaves_while_the_prompt_is_read_finds_it_read(
     words = " ".join(f"w{(i * 31 + stream) % 997}" for i in range(2500))
     body = {"messages": [{"role": "user", "content": words}], "max_tokens": 4, "temperature": 0}
     with post(address, {**body, "stream": stream}):
-        until(lambda: slot_of(address)["n_prompt_tokens_processed"] > 500)
-    until(lambda: not slot_of(address)["is_processing"])
+        n_then = until_read(address, 500)
+    until_idle(address)
     assert process.until("end=cancelled")
     n_read = slot_of(address)["n_prompt_tokens_processed"]
-    assert n_read < slot_of(address)["n_prompt_tokens"]
+    # one that runs when it is told, and one while the news is on its way
+    assert n_then <= n_read <= n_then + 2 * BATCH < slot_of(address)["n_prompt_tokens"]
     usage = finish(post(address, body))["usage"]
-    assert n_read - 64 <= usage["prompt_cache_hit_tokens"] <= n_read + 64
+    assert n_read - BATCH <= usage["prompt_cache_hit_tokens"] <= n_read + BATCH
+
+
+@pytest.mark.parametrize("budget", ["512", "8192"])
+def test_what_was_left_and_asked_again_is_what_a_fresh_server_says(
+    tiny_llama: Path, budget: str
+) -> None:
+    """Case R08: with a part of the history in sight, and with all of it."""
+    words = " ".join(f"w{(i * 29) % 983}" for i in range(800))
+    messages = [{"role": "system", "content": words}, {"role": "user", "content": "what is w29?"}]
+    body = {"messages": messages, "max_tokens": 16, "temperature": 0}
+    args = (*SERVE, "--kvmem-budget", budget, "--kv-dtype", "f32")
+    with serving("-m", str(tiny_llama), *args) as fresh:
+        expected = finish(post(fresh.address(), body))["choices"]
+    with serving("-m", str(tiny_llama), *args) as left:
+        address = left.address()
+        for least in (300, 1500):
+            with post(address, body):
+                until_read(address, least)
+            until_idle(address)
+        reply = finish(post(address, body))
+    assert 1500 - BATCH < reply["usage"]["prompt_cache_hit_tokens"] < 3000
+    assert reply["choices"] == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -267,7 +293,7 @@ def test_ten_clients_in_a_row_leave_during_their_replies(
     for _ in range(10):
         with post(address, endless):
             until(lambda: slot_of(address)["next_token"][0]["n_decoded"] > 2)
-        until(lambda: not slot_of(address)["is_processing"])
+        until_idle(address)
         assert process.until("end=cancelled")
     assert finish(post(address, body))["choices"] == before
 
@@ -284,8 +310,31 @@ def test_a_stream_is_never_silent_for_long(server: tuple[Server, tuple[str, int]
             received += connection.recv(65536)
             gaps.append(monotonic() - told)
             told = monotonic()
+            assert received.startswith(b"HTTP/1.1 200 OK\r\n")
     assert len(gaps) > 4 and received.count(b":\n\n") > 1, "it was read for some seconds"
+    assert gaps[0] < 1, "behind the first byte the client knows that it was heard"
     assert max(gaps) < 2
+
+
+def test_a_client_that_waits_three_seconds_for_a_byte_gets_its_reply(
+    server: tuple[Server, tuple[str, int]],
+) -> None:
+    """Case R09: OpenAI's, with a prompt that is read for longer than that."""
+    _, (host, port) = server
+    words = " ".join(f"x{(i * 41) % 983}" for i in range(9000))
+    fields: dict[str, Any] = {
+        "model": "any", "messages": [{"role": "user", "content": words}], "max_tokens": 8,
+        "temperature": 0, "reasoning_effort": "none", "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    timeout = Timeout(WAIT_S, read=3)
+    url = f"http://{host}:{port}/v1"
+    with OpenAI(base_url=url, api_key="any", timeout=timeout, max_retries=0) as client:
+        began = monotonic()
+        streamed = [one.choices[0] for one in client.chat.completions.create(**fields, stream=True)]
+        assert monotonic() - began > 3
+        [again] = client.chat.completions.create(**fields).choices  # it is read already
+    assert "".join(one.delta.content or "" for one in streamed) == again.message.content != ""
+    assert streamed[-1].finish_reason == again.finish_reason == "length"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -315,3 +364,23 @@ def slot_of(address: tuple[str, int]) -> dict[str, Any]:
             received += piece
     slot: dict[str, Any] = json.loads(received.partition(b"\r\n\r\n")[2])[0]
     return slot
+
+
+def until_read(address: tuple[str, int], least: int) -> int:
+    """How many tokens of a prompt are read, once these are more than so many."""
+    slot: dict[str, Any] = {}
+
+    def has_read() -> bool:
+        slot.update(slot_of(address))
+        n_read: int = slot["n_prompt_tokens_processed"]
+        return slot["is_processing"] and n_read > least
+
+    until(has_read)
+    return int(slot["n_prompt_tokens_processed"])
+
+
+def until_idle(address: tuple[str, int]) -> None:
+    """Within a second from now."""
+    began = monotonic()
+    until(lambda: not slot_of(address)["is_processing"])
+    assert monotonic() - began < 1
