@@ -1,10 +1,14 @@
 """Endpoints that count and show tokens, against a tokenizer of bytes and a real model's."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
+import httpx
 import pytest
+from live import WAIT_S, serving
 from server_fake import FakeBackend, app_of, until
 from starlette.testclient import TestClient
 
@@ -96,6 +100,58 @@ def test_the_count_is_what_a_reply_reports(real: TestClient) -> None:
     counted = answer(real, "/v1/chat/completions/input_tokens", messages=MESSAGES)
     reply = answer(real, "/v1/chat/completions", messages=MESSAGES, max_tokens=1)
     assert counted["input_tokens"] == reply["usage"]["prompt_tokens"]
+
+
+CHAT = {"messages": MESSAGES * 20}
+COUNTED: dict[str, dict[str, Any]] = {
+    "/tokenize": {"content": "the sea 媽 and 🤗 " * 200},
+    "/detokenize": {"tokens": list(range(64, 90)) * 50},
+    "/apply-template": CHAT,
+    "/v1/chat/completions/input_tokens": CHAT,
+}
+STEADY = ("/health", "/v1/models", "/props", *COUNTED)
+
+
+@pytest.mark.parametrize(
+    "model", ["tiny_llama", pytest.param("demo_model", marks=pytest.mark.slow)]
+)
+def test_all_of_them_answer_at_once_during_a_generation(
+    model: str, request: pytest.FixtureRequest
+) -> None:
+    """And what they say is what an idle server says, where that does not change."""
+    path: Path = request.getfixturevalue(model)
+    times: defaultdict[str, list[float]] = defaultdict(list)
+
+    def call(route: str) -> httpx.Response:
+        began = monotonic()
+        body = COUNTED.get(route)
+        response = client.get(route) if body is None else client.post(route, json=body)
+        times[route].append(monotonic() - began)
+        assert response.status_code == 200, response.text
+        return response
+
+    def slot() -> dict[str, Any]:
+        return dict(call("/slots").json()[0])
+
+    with serving("-m", str(path), "--port", "0", "-c", "8192", "-t", "1", "--metrics") as server:
+        host, port = server.address()
+        with httpx.Client(base_url=f"http://{host}:{port}", timeout=WAIT_S) as client:
+            idle = {route: call(route).text for route in STEADY}
+            times.clear()
+            endless = {"messages": MESSAGES, "max_tokens": 8000, "ignore_eos": True, "stream": True}
+            with client.stream("POST", "/v1/chat/completions", json=endless):
+                until(lambda: slot()["next_token"][0]["n_decoded"] > 2)
+                n_decoded = slot()["next_token"][0]["n_decoded"]
+                for _ in range(20):
+                    assert {route: call(route).text for route in STEADY} == idle
+                    assert slot()["is_processing"]
+                    assert "llamacpp:requests_processing 1.0" in call("/metrics").text
+                assert slot()["next_token"][0]["n_decoded"] > n_decoded + 20
+    assert len(times) == 9
+    for route, taken in times.items():
+        *_, second, slowest = sorted(taken)
+        print(f"{route}: {slowest:.3f} s at most")
+        assert second < 0.5, route  # one in twenty may have waited for others on the machine
 
 
 def test_the_prompt_of_a_chat_is_shown(real: TestClient) -> None:
