@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -11,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bodies import BODIES
+from bodies import BODIES, COMPLETIONS, DETOKENIZE, LIMITS, TOKENIZE, some_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from live import WAIT_S, Server, serving
 from server_fake import until
 
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETION = "/v1/chat/completions", "/completion"
 # KVMEM_TEST_BODIES=10000 for a long run
 N_BODIES = int(os.environ.get("KVMEM_TEST_BODIES", "400"))
 CONTROL_EVERY = 100
+MOST = 3  # tokens of a reply, as LIMITS has it
 
 Address = tuple[str, int]
 
@@ -39,10 +41,10 @@ def address(server: Server) -> Address:
     return server.address()
 
 
-def post(address: Address, body: Any) -> tuple[int, str]:
+def post(address: Address, body: Any, path: str = CHAT) -> tuple[int, str]:
     """Status and text of the whole answer; a hang is a TimeoutError."""
     with closing(http.client.HTTPConnection(*address, timeout=WAIT_S)) as connection:
-        connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
         return response.status, response.read().decode()
 
@@ -64,10 +66,41 @@ def open_files(server: Server) -> int:
     return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
 
 
+CHATS = some_of(BODIES, messages=[{"role": "user", "content": "hi"}])
+TEXTS = some_of(COMPLETIONS, prompt="hi")
+ROUTES: dict[str, st.SearchStrategy[Any]] = {
+    CHAT: CHATS,
+    COMPLETION: TEXTS,
+    "/v1/completions": TEXTS,
+    "/tokenize": some_of(TOKENIZE, content="hi"),
+    "/detokenize": some_of(DETOKENIZE),
+    "/apply-template": CHATS,
+    "/v1/chat/completions/input_tokens": CHATS,
+}
+GENERATE = (CHAT, COMPLETION, "/v1/completions")
+REQUESTS = st.sampled_from([CHAT, CHAT, CHAT, *ROUTES]).flatmap(
+    lambda path: st.tuples(st.just(path), ROUTES[path])
+)
+
+
+def require_whole(path: str, text: str) -> None:
+    """An answer with the status 200 ends as it should, and has no more tokens than were wanted."""
+    if text.startswith((":", "data: ")):
+        *_, last = [line for line in text.splitlines() if line.startswith("data: ")]
+        assert json.loads(last[6:])["stop"] if path == COMPLETION else last == "data: [DONE]", text
+        return
+    whole = json.loads(text)
+    if path == COMPLETION:
+        replies = whole if isinstance(whole, list) else [whole]
+        assert all(reply.get("tokens_predicted", 0) <= MOST for reply in replies), text
+    elif path in GENERATE:
+        assert whole["usage"]["completion_tokens"] <= MOST * len(whole["choices"]), text
+
+
 def test_any_body_is_answered_and_loses_nothing(server: Server, address: Address) -> None:
     """Each is served or refused by name, and a conversation beside them stays what it was."""
     expected = control(address)
-    seen: dict[int, int] = {}
+    seen: Counter[tuple[str, int]] = Counter()
 
     @settings(
         max_examples=N_BODIES,
@@ -76,29 +109,28 @@ def test_any_body_is_answered_and_loses_nothing(server: Server, address: Address
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(
-        fields=BODIES.map(lambda body: list(body.items())),
-        n_fields=st.integers(0, 12),  # few of them more often do as they should
-        is_stream=st.booleans(),
-    )
-    def send(fields: list[tuple[str, Any]], n_fields: int, is_stream: bool) -> None:
-        body = {"messages": [{"role": "user", "content": "hi"}], **dict(fields[:n_fields])}
-        status, text = post(address, {**body, "max_tokens": 3, "stream": is_stream})
-        seen[status] = seen.get(status, 0) + 1
-        if status == 200 and is_stream:
-            assert text.rstrip().endswith("data: [DONE]"), text
-        elif status == 200:
-            assert json.loads(text)["usage"]["completion_tokens"] <= 3
+    @given(request=REQUESTS, limit=LIMITS, is_stream=st.booleans())
+    def send(request: tuple[str, Any], limit: dict[str, Any], is_stream: bool) -> None:
+        path, body = request
+        if path in GENERATE:
+            body = {**body, **limit, "stream": is_stream}
+        status, text = post(address, body, path)
+        seen[path, status] += 1
+        if status == 200:
+            require_whole(path, text)
         else:
-            assert 400 <= status < 500, (status, text, body)
+            assert 400 <= status < 500, (status, text, path, body)
             assert json.loads(text)["error"]["message"]
-        if sum(seen.values()) % CONTROL_EVERY == 0:
+        if seen.total() % CONTROL_EVERY == 0:
             assert control(address) == expected
 
     send()
-    print(f"answers by status: {seen}")
+    print(f"answers by route and status: {dict(sorted(seen.items()))}")
     assert server.process.poll() is None
-    assert seen[200] > N_BODIES // 10 and seen[400] > N_BODIES // 10
+    for path in ROUTES:
+        assert seen[path, 200] and seen[path, 400], path
+    for status in (200, 400):
+        assert sum(seen[path, status] for path in ROUTES) > seen.total() // 5
     assert control(address) == expected
 
 
