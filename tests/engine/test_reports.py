@@ -75,6 +75,7 @@ def test_new_text_wider_than_the_pool_is_read_in_pieces(
 
 GROWTH = """
 from pathlib import Path
+from statistics import linear_regression
 from engines import ask, make_config, random_tokens
 from kvmem.engine.engine import Engine
 
@@ -91,10 +92,14 @@ with Engine(make_config({path!r})) as engine:
         talks[at] += ask(session, talks[at] + random_tokens(9, seed=i), max_tokens=64).tokens
         return kib("VmRSS")
 
-    sizes = [turn(i) for i in range({n_requests})]
+    sizes = [turn(0)]
+    n_files = len(list(Path("/proc/self/fd").iterdir()))
+    sizes += [turn(i) for i in range(1, {n_requests})]
     warm = len(sizes) // 3
     rest = sizes[warm:]
-    print((rest[-1] - rest[0]) / len(rest), kib("VmHWM") - sizes[warm])
+    slope = linear_regression(range(len(rest)), rest).slope
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    print(slope, kib("VmHWM") - sizes[warm], files - n_files)
 """
 
 
@@ -107,9 +112,10 @@ def test_many_requests_leave_memory_flat(tiny_llama: Path, root: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
     )
-    slope_kib, peak_kib = map(float, ran.stdout.split())
+    slope_kib, peak_kib, more_files = map(float, ran.stdout.split())
     assert slope_kib < 50
     assert peak_kib < 64 * 1024
+    assert more_files == 0
 
 
 @pytest.mark.parametrize(
