@@ -1,7 +1,5 @@
 """A pytest plugin for llama.cpp's server tests: no downloads; outcomes are recorded.
 
-llama-server shows the prompt in each reply when it runs with `--verbose`; kvmem logs more then, and
-shows prompts only to requests that ask for it. So requests to such a server ask.
 The tests look for headers in a dict, as llama-server spells them; HTTP does not care for case.
 """
 
@@ -13,8 +11,6 @@ from typing import Any
 import pytest
 from requests.structures import CaseInsensitiveDict
 
-CHAT = "/chat/completions"
-
 _outcomes: dict[str, str] = {}
 
 
@@ -24,12 +20,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     utils.ServerPreset.load_all = staticmethod(lambda: None)
     send = utils.ServerProcess.make_request
 
-    def make_request(
-        server: Any, method: str, path: str, data: Any = None, *more: Any, **options: Any
-    ) -> Any:
-        if server.debug and path == CHAT and isinstance(data, dict):
-            data = {**data, "verbose": True}
-        result = send(server, method, path, data, *more, **options)
+    def make_request(server: Any, *arguments: Any, **options: Any) -> Any:
+        result = send(server, *arguments, **options)
         result.headers = CaseInsensitiveDict(result.headers)
         return result
 
