@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import ENDLESS, SIZES, Recorded, Reply, ask, random_tokens, record
+from devices import bound
+from engines import ENDLESS, SIZES, Recorded, Reply, ask, foresee, random_tokens, record
 from timeline import differs_from_stock, differs_from_twin, effective
 
 from kvmem.chat.render import ChatRenderer
 from kvmem.chat.request import parse_chat_request
+from kvmem.engine.draft import Worth
 from kvmem.engine.events import Done, TokenEvent
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams
@@ -30,9 +32,24 @@ BLOCK = SIZES["block_tokens"]
 EXACT = {"ordered": True, "type_k": "f16", "type_v": "f16"}
 OTHERS = ["qwen35_64", "qwen35moe"]
 KINDS = ["qwen35", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
+DRAFTING = [
+    "qwen35_mtp",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3next_mtp", "qwen35_64")),
+]
+TYPES = [
+    ("f16", "f16"),
+    ("q8_0", "q8_0"),
+    *(pytest.param(pair, marks=pytest.mark.slow) for pair in (("q5_0", "q5_0"), ("q8_0", "q4_0"))),
+]
 TEXT = "the hill and tower on another river were reached again under rain she then left"
 
 Message = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def _drafts_stay_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they cost on a machine that others use too."""
+    monkeypatch.setattr(Worth, "end_request", lambda _: "")
 
 
 def words(n: int, seed: int) -> str:
@@ -134,6 +151,28 @@ def compact() -> Iterator[Turn]:
 CONVERSATIONS = [grow, remind, think, trim, title, compact]
 
 
+def all_sorts() -> Iterator[Turn]:
+    """30 turns of tools, questions, reminders, thinking that is dropped, and trimmed texts.
+
+    Eight points do not stand at all that may change: a turn may go back by one more message.
+    """
+    gap = 80
+    history = [system()]
+    for i in range(30):
+        if i % 4 == 0:
+            history = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in history]
+            history += [user(12, 100 + i)]
+        else:
+            history += [tool(14, 100 + i)]
+        last = {"role": "user", "content": f"Step {i}: {words(8, 200 + i)}"}
+        yield Turn([*history, last] if i % 5 == 3 else list(history), gap)
+        text = words(6, 300 + i)
+        if i % 6 == 5:
+            spaced = {"role": "assistant", "content": f" {text}\n"}
+            yield Turn([*history, spaced, user(4, 400 + i)], gap)
+        history += [{"role": "assistant", "content": text, "reasoning_content": words(6, 500 + i)}]
+
+
 class Client:
     """Sends messages as a server would, and knows what each request had to read."""
 
@@ -165,12 +204,28 @@ class Client:
         return Reply(tokens, done), min(shared, len(prompt.tokens) - 1)
 
 
-def live(path: Path, conversation: Callable[[], Iterator[Turn]], **memory: object) -> list[Reply]:
-    """Play it, and check after each turn what was read."""
+def live(
+    path: Path,
+    conversation: Callable[[], Iterator[Turn]],
+    foreseen: list[Reply] | None = None,
+    tolerance: float = 0,
+    **memory: object,
+) -> list[Reply]:
+    """Play it, and check after each turn what was read.
+
+    foreseen: what drafts propose, turn by turn. tolerance: of a logit.
+    """
     replies = []
-    with record(path, **EXACT, **memory) as recorded:
+    settings = {**EXACT, **memory}
+    with record(path, **settings) as recorded:
         client = Client(recorded)
+        ahead: list[int] = []
+        if foreseen is not None:
+            assert recorded.memory.drafter is not None
+            foresee(recorded.memory.drafter, ahead)
         for i, turn in enumerate(conversation()):
+            if foreseen is not None:
+                ahead[:] = [*client.render(turn.messages).tokens, *foreseen[i].tokens]
             reply, shared = client.send(turn.messages)
             stats = reply.stats
             if i:
@@ -181,8 +236,8 @@ def live(path: Path, conversation: Callable[[], Iterator[Turn]], **memory: objec
                 assert stats.memory.decision == "all_resident"
                 difference = differs_from_stock(path, recorded.calls)
             else:
-                difference = differs_from_twin(path, recorded.calls, **EXACT)
-            assert difference == 0, f"turn {i}"
+                difference = differs_from_twin(path, recorded.calls, **settings)
+            assert difference <= tolerance, f"turn {i}"
             recorded.calls[:] = effective(recorded.calls)
             replies.append(reply)
     return replies
@@ -197,15 +252,45 @@ def test_little_is_read_and_equals_stock_llama(
     live(tiny(kind), conversation, budget_tokens=4096)
 
 
-@pytest.mark.part(kind=["qwen35"], conversation=[grow, trim])
-@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("kind", KINDS)
-def test_below_the_budget_it_equals_a_twin_that_reuses_nothing(
-    kind: str, conversation: Callable[[], Iterator[Turn]], tiny: Callable[..., Path]
-) -> None:
-    replies = live(tiny(kind), conversation)
+def assert_below_the_budget(replies: list[Reply]) -> None:
     assert max(len(reply.stats.memory.blocks) for reply in replies) <= 8 + 2
     assert {reply.stats.memory.decision for reply in replies} & {"query_replay", "cached_query"}
+
+
+@pytest.mark.part(kind=["qwen35"], conversation=[grow, trim], types=[("q8_0", "q8_0")])
+@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("types", TYPES, ids="-".join)
+def test_below_the_budget_it_equals_a_twin_that_reuses_nothing(
+    types: tuple[str, str],
+    kind: str,
+    conversation: Callable[[], Iterator[Turn]],
+    tiny: Callable[..., Path],
+) -> None:
+    replies = live(tiny(kind), conversation, type_k=types[0], type_v=types[1])
+    assert_below_the_budget(replies)
+
+
+@pytest.mark.parametrize("conversation", [grow, all_sorts], ids=lambda c: c.__name__)
+def test_as_it_is_by_default_it_equals_a_twin_up_to_rounding(
+    conversation: Callable[[], Iterator[Turn]], tiny_qwen35: Path
+) -> None:
+    """Blocks lie in the lowest free slots: attention adds up in another order than the twin's."""
+    tolerance = bound(cpu=0.01, gpu=0.05)  # a value of K or V one step of Q8_0 apart
+    settings: dict[str, Any] = {"ordered": False, "type_k": "q8_0", "type_v": "q8_0"}
+    assert_below_the_budget(live(tiny_qwen35, conversation, tolerance=tolerance, **settings))
+
+
+@pytest.mark.parametrize("conversation", [grow, think, all_sorts], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("kind", DRAFTING)
+def test_below_the_budget_drafts_leave_it_equal_to_a_twin(
+    kind: str, conversation: Callable[[], Iterator[Turn]], tiny: Callable[..., Path]
+) -> None:
+    settings: dict[str, Any] = {"type_k": "q8_0", "type_v": "q8_0"}
+    plain = live(tiny(kind), conversation, **settings)
+    replies = live(tiny(kind), conversation, plain, n_drafts=3, **settings)
+    assert_below_the_budget(replies)
+    assert sum(reply.stats.draft_n_accepted for reply in replies) > len(replies)
 
 
 def test_a_history_that_only_grows_is_read_once(tiny_qwen35: Path) -> None:

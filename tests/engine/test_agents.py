@@ -30,11 +30,13 @@ class Reading:
 
     new: int = 0
     read: int = 0
+    replayed: int = 0
     longest_gap: int = 0
 
-    def add(self, n_new: int, n_read: int) -> None:
+    def add(self, n_new: int, n_read: int, n_replayed: int) -> None:
         self.new += n_new
         self.read += n_read
+        self.replayed += n_replayed
         self.longest_gap = max(self.longest_gap, n_read - n_new)
 
 
@@ -81,7 +83,7 @@ def play(path: Path, seed: int, n_turns: int, *, stops: bool, **memory: object) 
             assert reply.stats.memory.decision != "replay_skipped"
             n_read = reply.stats.prompt_tokens - reply.stats.cached_tokens
             assert n_read <= len(prompt.tokens) - held, f"turn {turn}"
-            reading.add(len(prompt.tokens) - shared, n_read)
+            reading.add(len(prompt.tokens) - shared, n_read, reply.stats.memory.replayed_tokens)
             before = (*prompt.tokens, *reply.tokens[:-1])
             saved = reply.stats.memory.checkpoints
 
@@ -106,16 +108,20 @@ def play_all(path: Path, seeds: range, n_turns: int, budget: int, n_drafts: int 
     So no turn is cancelled there, and no title takes the place of a branch that a turn goes on.
     """
     kept = {} if budget == ENOUGH else {"conversations": 128, "conversations_bytes": 128 << 20}
+    n_replayed = 0
     for seed in seeds:
         reading = play(
             path, seed, n_turns, stops=budget == ENOUGH, budget_tokens=budget, n_drafts=n_drafts,
             **kept,
         )  # fmt: skip
         print(
-            f"agent {seed}: {n_turns} turns, {reading.new / n_turns:.0f} tokens new and "
-            f"{reading.read / n_turns:.0f} read a turn, at most {reading.longest_gap} beside them"
+            f"agent {seed}: {n_turns} turns, {reading.new / n_turns:.0f} tokens new, "
+            f"{reading.read / n_turns:.0f} read and {reading.replayed / n_turns:.1f} of them twice "
+            f"a turn, at most {reading.longest_gap} beside what is new"
         )
         assert reading.read < reading.new + 3 * n_turns
+        n_replayed += reading.replayed
+    assert n_replayed <= 12 * n_turns * len(seeds)
 
 
 def test_a_chain_that_is_read_whole_is_gone_back_to_its_question(

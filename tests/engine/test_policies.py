@@ -248,8 +248,9 @@ def test_legacy_replay_says_the_same_where_all_is_in_sight(tiny_llama: Path) -> 
     assert replies[0] == replies[1]
 
 
-def test_legacy_policy_asks_with_all_that_is_new(tiny_llama: Path) -> None:
-    with record(tiny_llama, query_policy="legacy") as recorded:
+@kinds
+def test_legacy_policy_asks_with_all_that_is_new(kind: str, tiny: Callable[..., Path]) -> None:
+    with record(tiny(kind), query_policy="legacy") as recorded:
         first = ask(recorded.session, LONG, span=SPAN)
         report = first.stats.memory
         assert report.reason == "query: all from the last user message on"

@@ -157,7 +157,9 @@ def draw(random: np.random.Generator) -> Disturbance:
     return UNDISTURBED
 
 
-def play(path: Path, seed: int, n_turns: int, tally: Tally, **memory: Any) -> None:
+def play(
+    path: Path, seed: int, n_turns: int, tally: Tally, *, n_drafts: int = 3, **memory: Any
+) -> None:
     """One agent. AssertionError where the two engines differ by more than a tie.
 
     Keys that differ in their last bits can turn the order of two blocks; from there on the engines
@@ -165,7 +167,7 @@ def play(path: Path, seed: int, n_turns: int, tally: Tally, **memory: Any) -> No
     """
     agent, random = Agent(seed), np.random.default_rng(5000 + seed)
     settings = {**SIZES, **memory}
-    with record(path, **settings) as one, record(path, n_drafts=3, **settings) as other:
+    with record(path, **settings) as one, record(path, n_drafts=n_drafts, **settings) as other:
         plain, drafting = Engine(one), Engine(other)
         for _ in range(n_turns):
             prompt = render(agent.next())
@@ -232,12 +234,28 @@ def test_20_turns_of_two_agents(mtp_state: str, tiny: Callable[..., Path]) -> No
     assert sum(tally.n_ties for tally in tallies) <= 3
 
 
+@pytest.mark.parametrize(("n_drafts", "mtp_state"), [(1, "replay"), (5, "snapshots")])
+def test_10_turns_with_few_drafts_and_with_many(
+    n_drafts: int, mtp_state: str, tiny: Callable[..., Path]
+) -> None:
+    settings: dict[str, Any] = {"n_drafts": n_drafts, "mtp_state": mtp_state}
+    tallies = list(play_all(tiny("qwen35_mtp"), range(2, 4), 10, **settings))
+    assert sum(tally.n_accepted for tally in tallies) > 150
+    assert sum(tally.n_cut for tally in tallies) > 2
+    assert sum(tally.n_ties for tally in tallies) <= 2
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "mtp_state"), [
-    ("qwen35_mtp", "snapshots"), ("qwen35_mtp", "replay"), ("qwen3next_mtp", "snapshots"),
+@pytest.mark.parametrize(("kind", "mtp_state", "n_drafts"), [
+    ("qwen35_mtp", "snapshots", 3), ("qwen35_mtp", "replay", 3), ("qwen3next_mtp", "snapshots", 3),
+    ("qwen35_mtp", "snapshots", 1), ("qwen35_mtp", "snapshots", 2), ("qwen35_mtp", "replay", 2),
+    ("qwen35_mtp", "snapshots", 5), ("qwen35_mtp", "replay", 5), ("qwen3next_mtp", "replay", 5),
 ])  # fmt: skip
-def test_40_turns_of_12_agents(kind: str, mtp_state: str, tiny: Callable[..., Path]) -> None:
-    tallies = list(play_all(tiny(kind), range(30, 42), 40, mtp_state=mtp_state))
+def test_40_turns_of_12_agents(
+    kind: str, mtp_state: str, n_drafts: int, tiny: Callable[..., Path]
+) -> None:
+    settings: dict[str, Any] = {"n_drafts": n_drafts, "mtp_state": mtp_state}
+    tallies = list(play_all(tiny(kind), range(30, 42), 40, **settings))
     assert sum(tally.n_ties for tally in tallies) <= 12 * 40 // 20
     assert sum(tally.n_parted for tally in tallies) <= 2
     decisions = sum((tally.decisions for tally in tallies), Counter[str]())

@@ -141,6 +141,29 @@ def test_a_conversation_that_grows_and_is_trimmed_once(
     assert 2 * 150 < read[7] < 2 * 150 + 100, read  # a turn back, to the text that has changed
 
 
+@pytest.mark.parametrize("n_drafts", [0, 3])
+def test_a_reply_that_a_stop_text_ended_comes_back(n_drafts: int, tiny_qwen35_mtp: Path) -> None:
+    """The history holds a part of the stop text, of which the client knows nothing. Nothing before
+    the reply is read again.
+    """
+    settings = {**SIZES, "budget_tokens": 8192, "n_drafts": n_drafts}
+    with served(tiny_qwen35_mtp, **settings) as server:
+        question, other = user(letters(300)), user(letters(40, 1))
+        whole = server.chat(question, max_tokens=60).text
+        stop = whole[len(whole) // 2 :][:3]
+        reply = server.chat(question, max_tokens=60, stop=[stop])
+        assert reply.end == "stop" and 5 < len(reply.text) < len(whole)
+        before = common(server, [question, said(reply.text)], [question, said("")])
+        again = server.chat(question, said(reply.text), other)
+        assert again.n_cached >= before - GENERATION_TOKENS
+        server.memory.check()
+        server.calls[:] = effective(server.calls)
+        assert differs_from_stock(
+            tiny_qwen35_mtp, server.calls, n_ctx=SIZES["workspace_tokens"],
+            type_k="f16", type_v="f16", n_drafts=n_drafts
+        ) == 0  # fmt: skip
+
+
 LIMIT = 16 << 20
 LARGE: dict[str, Any] = {
     "reserve_tokens": 128, "batch_tokens": 512,
