@@ -5,124 +5,58 @@
 An answer counts if all of it is equal to the expected one, greedily sampled. Questions are asked
 each on its own behind the same history, so every one but the first of a conversation goes back to
 the checkpoint in front of the question before.
+
+    python bench/recall_model/recall_heldout.py --chain 3 --path "as served" "no replay"
+
+asks in chains of tool calls instead (recall_chain.py), step by step as an agent does, and counts by
+the decision that the memory report names.
 """
 
 import argparse
 import json
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
+from recall_chain import split_answer, write_chains
+from recall_outcome import (
+    HERE,
+    MODEL,
+    POLICIES,
+    Answer,
+    Key,
+    Outcome,
+    Setting,
+    print_drafts,
+    print_head,
+    print_rows,
+    raw,
+)
+from recall_paths import PATHS, choosing, shuffled, told, watched
 
+from kvmem.bench import metrics
+from kvmem.bench.record import environment, write_jsonl
 from kvmem.chat.render import ChatRenderer
 from kvmem.chat.request import parse_chat_request
 from kvmem.config import DraftConfig, EngineConfig, MemoryConfig, ModelConfig
-from kvmem.engine import retrieve
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Done, TokenEvent
-from kvmem.engine.sampling import GenerateParams, SamplingParams
+from kvmem.engine.prompt import Prompt, Span
+from kvmem.engine.sampling import GenerateParams
+from kvmem.engine.session import Session
 from kvmem.kv.scorers import Scores
 from kvmem.llama.template import ChatTemplate
+from kvmem.llama.vocab import Vocab
 
-HERE = Path(__file__).resolve().parent
-MODEL = HERE / "recall-qwen35.gguf"
+__all__ = ["HELDOUT", "MODEL", "Outcome", "Setting", "ask_all", "load"]
+
 HELDOUT = HERE / "heldout.jsonl"
-
-KINDS = ("fact", "update", "hop", "none")
-POLICIES = ("full", "gold", "fused", "heads", "lexical", "mass", "cosine", "recency", "shuffled")
-"""Scorers at a part of the history; the whole of it; the blocks of the evidence, then those beside
-them, then as fused has it: an oracle for the budget; and fused with its scores shuffled."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """How the questions are asked.
-
-    divisor: the budget is this part of the history. n_drafts: proposals of a step at most.
-    """
-
-    policy: str
-    divisor: int = 4
-    block_tokens: int = 16
-    model: Path = MODEL
-    n_drafts: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One question. gold: blocks that hold its evidence; seen: those that the reply could see."""
-
-    conversation: str
-    tokens: int
-    number: int
-    kind: str
-    text: str
-    expected: str
-    said: str
-    gold: int
-    seen: int
-    decision: str
-    replayed_tokens: int
-    bytes_in: int
-    drafted: int
-    accepted: int
-
-    @property
-    def is_right(self) -> bool:
-        return self.said == self.expected
-
-
-@dataclass(slots=True)
-class Outcome:
-    """All answers under a setting, in the order they were asked."""
-
-    answers: list[Answer] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @property
-    def asked(self) -> Counter[str]:
-        return Counter(answer.kind for answer in self.answers)
-
-    @property
-    def right(self) -> Counter[str]:
-        return Counter(answer.kind for answer in self.answers if answer.is_right)
-
-    @property
-    def decisions(self) -> Counter[str]:
-        return Counter(answer.decision for answer in self.answers)
-
-    @property
-    def told(self) -> list[Answer]:
-        """Answers to what was told: unknown facts need no memory."""
-        return [answer for answer in self.answers if answer.kind != "none"]
-
-    @property
-    def recalled(self) -> float:
-        """Share of right answers to what was told."""
-        return sum(answer.is_right for answer in self.told) / len(self.told)
-
-    @property
-    def acceptance(self) -> float:
-        """Share of the drafted tokens that were said."""
-        drafted = sum(answer.drafted for answer in self.answers)
-        return sum(answer.accepted for answer in self.answers) / max(1, drafted)
-
-    @property
-    def said(self) -> list[str]:
-        return [answer.said for answer in self.answers]
-
-    @property
-    def gold_share(self) -> float:
-        """Share of the blocks with the wanted tokens that the reply could see."""
-        gold = sum(answer.gold for answer in self.answers)
-        return sum(answer.seen for answer in self.answers) / gold if gold else 1.0
 
 
 def load(
@@ -137,40 +71,6 @@ def load(
     ]
 
 
-@contextmanager
-def told(gold: set[int]) -> Iterator[None]:
-    """While it lasts, these blocks score above all others, and those beside them come next."""
-    plain = retrieve.score
-    beside = {block + step for block in gold for step in (-1, 1)} - gold
-
-    def score(*args: Any, **others: Any) -> Scores:
-        scores = plain(*args, **others)
-        above = np.ptp(scores.blocks) + 1
-        for blocks, lift in ((gold, 2 * above), (beside, above)):
-            known = [block for block in blocks if 0 <= block < len(scores.blocks)]
-            scores.blocks[known] += lift
-            scores.edges[known] = 0  # they bring nobody before their like
-        return scores
-
-    with patch.object(retrieve, "score", score):
-        yield
-
-
-@contextmanager
-def shuffled(seed: int = 0) -> Iterator[None]:
-    """While it lasts, every block has the score of another."""
-    plain = retrieve.score
-    rng = np.random.default_rng(seed)
-
-    def score(*args: Any, **others: Any) -> Scores:
-        scores = plain(*args, **others)
-        scores.blocks[:] = rng.permutation(scores.blocks)
-        return scores
-
-    with patch.object(retrieve, "score", score):
-        yield
-
-
 def ask_all(
     conversation: dict[str, Any], setting: Setting, outcome: Outcome, **memory: Any
 ) -> None:
@@ -179,73 +79,215 @@ def ask_all(
     memory: fields of MemoryConfig that replace those of the setting.
     """
     started = time.perf_counter()
-    if setting.policy == "shuffled":
-        with shuffled():
-            outcome.answers += _ask_all(conversation, setting, "fused", memory)
-    else:
-        outcome.answers += _ask_all(conversation, setting, setting.policy, memory)
+    path, fields = PATHS[setting.path]
+    with ExitStack() as opened:
+        opened.enter_context(path())
+        if setting.policy == "shuffled":
+            opened.enter_context(shuffled())
+        engine = opened.enter_context(
+            Engine(_config(conversation["n_tokens"], setting, {**fields, **memory}))
+        )
+        template = opened.enter_context(ChatTemplate(engine.model))
+        asker = _Asker(
+            engine.session(), ChatRenderer(template, engine.vocab), engine.vocab, setting
+        )
+        if setting.together:
+            outcome.answers += asker.ask_together(conversation)
+        elif setting.chain is None:
+            outcome.answers += asker.ask_plainly(conversation)
+        else:
+            outcome.answers += asker.ask_in_chains(conversation, setting.chain)
+        asker.session.close()
     outcome.seconds += time.perf_counter() - started
 
 
-def _ask_all(
-    conversation: dict[str, Any], setting: Setting, scorer: str, memory: dict[str, Any]
-) -> Iterator[Answer]:
+def _config(n_tokens: int, setting: Setting, fields: dict[str, Any]) -> EngineConfig:
     block = setting.block_tokens
-    part = conversation["n_tokens"] // setting.divisor // block * block
     is_full = setting.policy == "full"
+    is_scorer = setting.policy not in ("full", "gold", "shuffled")
     settings: dict[str, Any] = {
         "workspace_tokens": 8192,
-        "budget_tokens": 8192 if is_full else part,
+        "budget_tokens": 8192 if is_full else n_tokens // setting.divisor // block * block,
         "reserve_tokens": 128,
         "block_tokens": block,
-        "recent_tokens": block,
+        "sink_tokens": setting.sink,
+        "recent_tokens": block if setting.recent is None else setting.recent,
         "host_limit_bytes": 256 << 20,
-        "scorer": "fused" if setting.policy in ("full", "gold") else scorer,
-        "calibration": "off",
-        **memory,
+        "scorer": setting.policy if is_scorer else "fused",
+        "calibration": setting.calibration,
+        **fields,
     }
-    config = EngineConfig(
+    return EngineConfig(
         model=ModelConfig(path=setting.model, n_threads=1),
         memory=MemoryConfig(**settings),
         draft=DraftConfig(spec_type="draft-mtp", n_max=setting.n_drafts)
         if setting.n_drafts
         else DraftConfig(),
     )
-    with Engine(config) as engine, ChatTemplate(engine.model) as template:
-        renderer = ChatRenderer(template, engine.vocab)
-        session = engine.session()
+
+
+@dataclass(frozen=True, slots=True)
+class _Asker:
+    """Asks one session, under one setting."""
+
+    session: Session
+    renderer: ChatRenderer
+    vocab: Vocab
+    setting: Setting
+
+    def ask_plainly(self, conversation: dict[str, Any]) -> Iterator[Answer]:
         for number, question in enumerate(conversation["questions"]):
-            messages = [*conversation["messages"], {"role": "user", "content": question["text"]}]
-            prompt = renderer.render(parse_chat_request({"messages": messages})).prompt
-            params = GenerateParams(sampling=SamplingParams(temperature=0.0), max_tokens=64)
-            gold = {
-                position // block
-                for start, stop in question["spans"]
-                for position in range(start, stop)
-            }
-            with told(gold) if setting.policy == "gold" else nullcontext():
-                events = list(session.generate(prompt, params))
-            said = b"".join(e.piece for e in events if isinstance(e, TokenEvent)).decode()
-            done = events[-1]
-            assert isinstance(done, Done)
-            report = done.stats.memory
-            yield Answer(
-                conversation=conversation["id"],
-                tokens=conversation["target_tokens"],
+            asked = {"role": "user", "content": question["text"]}
+            prompt = self._render([*conversation["messages"], asked])
+            spans = [Span(*span) for span in question["spans"]]
+            said, done, scores = self._generate(prompt, spans, max_tokens=64)
+            yield self._answer(
+                conversation,
+                spans,
+                done,
+                scores,
                 number=number,
                 kind=question["kind"],
                 text=question["text"],
                 expected=question["answer"],
                 said=said,
-                gold=len(gold),
-                seen=len(gold & set(report.blocks)),
-                decision=report.decision,
-                replayed_tokens=report.replayed_tokens,
-                bytes_in=report.bytes_in,
-                drafted=done.stats.draft_n,
-                accepted=done.stats.draft_n_accepted,
             )
-        session.close()
+
+    def ask_in_chains(self, conversation: dict[str, Any], n_lines: int) -> Iterator[Answer]:
+        for chain in write_chains(conversation, n_lines):
+            messages = [*conversation["messages"], {"role": "user", "content": chain.question}]
+            before = []
+            for step in chain.steps:
+                if not self.setting.at_once:
+                    _, done, _ = self._generate(self._render(messages), [], max_tokens=1)
+                    before.append(done.stats.memory.decision)
+                messages += [
+                    {"role": "assistant", "content": step.call},
+                    {"role": "tool", "content": step.result},
+                ]
+            prompt = self._render(messages)
+            spans = [Span(*span) for span in chain.spans]
+            if chain.told:
+                spans.append(self._find(prompt, chain.told))
+            opening = self.vocab.tokenize(chain.opening)
+            prompt = replace(prompt, tokens=(*prompt.tokens, *opening))
+            n_rest = len(self.vocab.tokenize(chain.rest))
+            said, done, scores = self._generate(prompt, spans, max_tokens=n_rest)
+            yield self._answer(
+                conversation,
+                spans,
+                done,
+                scores,
+                number=chain.number,
+                kind=chain.kind,
+                where=chain.where,
+                text=chain.question,
+                expected=chain.rest,
+                said=said,
+                before=tuple(before),
+            )
+
+    def ask_together(self, conversation: dict[str, Any]) -> Iterator[Answer]:
+        """All that was told, in one message; how each sentence of the reply begins is given."""
+        questions = [q for q in conversation["questions"] if q["kind"] != "none"]
+        asked = {"role": "user", "content": " ".join(q["text"] for q in questions)}
+        prompt = self._render([*conversation["messages"], asked])
+        self._generate(prompt, [], max_tokens=1)
+        reply = ""
+        for number, question in enumerate(questions):
+            opening, rest = split_answer(question)
+            reply += opening
+            tokens = (*prompt.tokens, *self.vocab.tokenize(reply))
+            spans = [Span(*question["spans"][0])]
+            said, done, scores = self._generate(
+                replace(prompt, tokens=tokens), spans, max_tokens=len(self.vocab.tokenize(rest))
+            )
+            reply += f"{said} "
+            yield self._answer(
+                conversation,
+                spans,
+                done,
+                scores,
+                number=number,
+                kind=question["kind"],
+                text=question["text"],
+                expected=rest,
+                said=said,
+            )
+
+    def _render(self, messages: list[dict[str, str]]) -> Prompt:
+        return self.renderer.render(parse_chat_request({"messages": messages})).prompt
+
+    def _find(self, prompt: Prompt, text: str) -> Span:
+        """Where it stands last."""
+        pieces = [self.vocab.piece(token) for token in prompt.tokens]
+        ends = np.cumsum([len(piece) for piece in pieces])
+        start = b"".join(pieces).rindex(text.encode())
+        first = int(np.searchsorted(ends, start, "right"))
+        return Span(first, int(np.searchsorted(ends, start + len(text), "left")) + 1)
+
+    def _generate(
+        self, prompt: Prompt, gold: Sequence[Span], *, max_tokens: int
+    ) -> tuple[str, Done, list[Scores]]:
+        setting = self.setting
+        with ExitStack() as opened:
+            if setting.policy == "gold":
+                opened.enter_context(told(set(self._blocks(gold))))
+            if setting.choice != "best":
+                messages = [(item.span.start, item.span.stop) for item in prompt.spans]
+                opened.enter_context(choosing(setting.choice, messages))
+            seen = opened.enter_context(watched())
+            events = list(self.session.generate(prompt, GenerateParams(max_tokens=max_tokens)))
+        done = events[-1]
+        assert isinstance(done, Done)
+        return b"".join(e.piece for e in events if isinstance(e, TokenEvent)).decode(), done, seen
+
+    def _blocks(self, spans: Iterable[Span]) -> list[int]:
+        block = self.setting.block_tokens
+        return sorted(
+            {i for span in spans for i in range(span.start // block, -(-span.stop // block))}
+        )
+
+    def _answer(
+        self,
+        conversation: dict[str, Any],
+        spans: Sequence[Span],
+        done: Done,
+        scores: Sequence[Scores],
+        *,
+        number: int,
+        kind: str,
+        text: str,
+        expected: str,
+        said: str,
+        where: str = "",
+        before: tuple[str, ...] = (),
+    ) -> Answer:
+        report = done.stats.memory
+        gold, block = self._blocks(spans), self.setting.block_tokens
+        rank = None
+        if scores and any(b < len(scores[-1].blocks) for b in gold):
+            rank = int(metrics.gold_rank(scores[-1].blocks, spans, block))
+        return Answer(
+            conversation=conversation["id"],
+            tokens=conversation["target_tokens"],
+            number=number,
+            kind=kind,
+            where=where,
+            text=text,
+            expected=expected,
+            said=said,
+            gold=len(gold),
+            seen=len(set(gold) & set(report.blocks)),
+            recall=metrics.gold_recall(report.blocks, spans, block) if spans else 1.0,
+            rank=rank,
+            decision=report.decision,
+            before=before,
+            replayed_tokens=report.replayed_tokens,
+            bytes_in=report.bytes_in,
+            drafted=done.stats.draft_n,
+            accepted=done.stats.draft_n_accepted,
+        )
 
 
 def _ask_one(task: tuple[dict[str, Any], Setting]) -> Outcome:
@@ -255,23 +297,38 @@ def _ask_one(task: tuple[dict[str, Any], Setting]) -> Outcome:
     return outcome
 
 
-def print_drafts(outcomes: dict[Setting, Outcome]) -> None:
-    """A line for each setting with drafts: how many were said, and whether answers changed."""
-    for setting, outcome in outcomes.items():
-        if not setting.n_drafts:
-            continue
-        drafted = sum(answer.drafted for answer in outcome.answers)
-        accepted = sum(answer.accepted for answer in outcome.answers)
-        part = "all" if setting.policy == "full" else f"1/{setting.divisor}"
-        line = (
-            f"{setting.policy}, {part}, {setting.n_drafts} drafts: {accepted:,} of {drafted:,} "
-            f"said ({outcome.acceptance:.1%})"
+def settings_of(options: argparse.Namespace) -> list[Setting]:
+    """All that was asked for; the full cache is one whatever the sizes."""
+    found = [
+        Setting(
+            policy=policy,
+            divisor=4 if policy == "full" else divisor,
+            block_tokens=16 if policy == "full" else block,
+            model=options.model,
+            n_drafts=n_drafts,
+            sink=0 if policy == "full" else sink,
+            recent=None if policy == "full" else recent,
+            path="as served" if policy == "full" else path,
+            choice="best" if policy == "full" else choice,
+            chain=chain,
+            at_once=at_once,
+            together=options.together,
+            calibration=options.calibration,
         )
-        plain = outcomes.get(replace(setting, n_drafts=0))
-        if plain is not None:
-            n_same = sum(a == b for a, b in zip(outcome.said, plain.said, strict=True))
-            line += f"; {n_same} of {len(plain.said)} answers are those without"
-        print(line)
+        for n_drafts, chain, at_once, policy, divisor, block, sink, recent, path, choice in product(
+            options.drafts,
+            options.chain,
+            (False, True) if options.at_once else (False,),
+            options.policy,
+            options.divisor,
+            options.block,
+            options.sink,
+            options.recent,
+            options.path,
+            options.choice,
+        )
+    ]
+    return list(dict.fromkeys(found))
 
 
 def main() -> None:
@@ -283,74 +340,59 @@ def main() -> None:
     parser.add_argument("--questions", type=Path, default=HELDOUT, help="written by recall_tokens")
     parser.add_argument("--divisor", type=int, nargs="+", default=[4], help="4 for a quarter")
     parser.add_argument("--block", type=int, nargs="+", default=[16], help="tokens of a block")
+    parser.add_argument("--sink", type=int, nargs="+", default=[0], help="tokens; 0 for a block")
+    parser.add_argument(
+        "--recent", type=int, nargs="+", default=[None], help="tokens; left out for a block"
+    )
+    parser.add_argument("--path", nargs="+", choices=PATHS, default=["as served"])
+    parser.add_argument(
+        "--choice", nargs="+", default=["best"], help="best, messages, or spread:N, for 1/N of it"
+    )
+    parser.add_argument(
+        "--chain", type=int, nargs="+", default=[None], help="lines of a tool's result, in chains"
+    )
+    parser.add_argument("--at-once", action="store_true", help="chains as one request, too")
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="all questions in one message, answered in one reply",
+    )
+    parser.add_argument("--calibration", default="off", help="a file of kvmem calibrate")
     parser.add_argument(
         "--drafts", type=int, nargs="+", default=[0], help="proposals of a step at most; 0 for none"
     )
     parser.add_argument("--jobs", type=int, default=1, help="conversations at a time")
-    parser.add_argument("--out", type=Path, help="write every answer here, as JSON lines")
+    parser.add_argument("--out", type=Path, help="write raw records here, as JSON lines")
     parser.add_argument("--wrong", action="store_true", help="print wrong answers")
     options = parser.parse_args()
-    settings = [
-        Setting(
-            policy=policy,
-            divisor=divisor,
-            block_tokens=block,
-            model=options.model,
-            n_drafts=n_drafts,
-        )
-        for n_drafts in options.drafts
-        for policy in options.policy
-        for divisor in (options.divisor if policy != "full" else options.divisor[:1])
-        for block in (options.block if policy != "full" else options.block[:1])
-    ]
+    settings = settings_of(options)
     conversations = load(options.tokens, options.limit, options.questions)
     tasks = [(c, s) for s in settings for c in reversed(conversations)]
+    records = [environment(options.model, vars(options), bench="recall-heldout")]
+    outcomes = {setting: Outcome() for setting in settings}
+    known: dict[tuple[object, ...], set[Key]] = {}
+    print_head(is_chain=options.chain != [None])
     with ProcessPoolExecutor(options.jobs) as pool:
-        found = list(pool.map(_ask_one, tasks))
-    full: set[tuple[str, int]] = set()
-    outcomes: dict[Setting, Outcome] = {}
-    lines = []
-    print(
-        "| policy | budget | units | drafts | tokens |",
-        " | ".join(KINDS),
-        "| told | of full's | in sight |",
-    )
-    for setting in settings:
-        outcomes[setting] = Outcome()
-        for size in options.tokens:
-            outcome = Outcome()
-            for (conversation, own), part in zip(tasks, found, strict=True):
-                if own == setting and conversation["target_tokens"] == size:
-                    outcome.answers += part.answers
-            outcomes[setting].answers += outcome.answers
-            right = {(a.conversation, a.number) for a in outcome.told if a.is_right}
+        found = pool.map(_ask_one, tasks)
+        for setting, outcome in outcomes.items():  # each as it is finished
+            for part in islice(found, len(conversations)):
+                outcome.answers += part.answers
+                outcome.seconds += part.seconds
+            alike = (setting.chain, setting.at_once, setting.together)
             if setting.policy == "full":
-                full |= right
-            of_full = {
-                key for key in full if key in {(a.conversation, a.number) for a in outcome.told}
-            }
-            kept = f"{len(right & of_full)}/{len(of_full)}" if of_full else "-"
-            cells = [f"{outcome.right[kind]}/{outcome.asked[kind]}" for kind in KINDS]
-            budget = "all" if setting.policy == "full" else f"1/{setting.divisor}"
-            print(
-                f"| {setting.policy} | {budget} | {setting.block_tokens} | {setting.n_drafts} "
-                f"| {size} |",
-                " | ".join(cells),
-                f"| {outcome.recalled:.1%} | {kept} | {outcome.gold_share:.1%} |",
-                flush=True,
-            )
-            lines += [
-                {**asdict(setting), "model": setting.model.name, **asdict(a), "right": a.is_right}
-                for a in outcome.answers
-            ]
-            if options.wrong:
-                for answer in outcome.answers:
-                    if not answer.is_right:
-                        print(f"    {answer.text}\n      expected {answer.expected!r}")
-                        print(f"      said     {answer.said!r}, {answer.seen}/{answer.gold} seen")
+                known[alike] = {a.key for a in outcome.answers if a.is_right}
+            by_decision = setting.chain is not None or len(options.path) > 1
+            print_rows(setting, outcome, known.get(alike, set()), by_decision=by_decision)
+            records += raw(setting, outcome)
+            if options.out is not None:
+                write_jsonl(options.out, records)
     print_drafts(outcomes)
-    if options.out is not None:
-        options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if options.wrong:
+        for setting, outcome in outcomes.items():
+            for answer in outcome.answers:
+                if not answer.is_right:
+                    print(f"{setting.name}: {answer.text}\n      expected {answer.expected!r}")
+                    print(f"      said     {answer.said!r}, {answer.seen}/{answer.gold} seen")
 
 
 if __name__ == "__main__":
