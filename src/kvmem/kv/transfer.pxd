@@ -1,4 +1,4 @@
-from kvmem.ids cimport BlockId, SlotId
+from kvmem.ids cimport BlockId, SlotId, sort_blocks
 from kvmem.kv.block cimport BlockTable
 from kvmem.kv.history cimport History
 from kvmem.kv.port cimport CellMeta, DevicePort
@@ -22,6 +22,7 @@ cdef class Stager:
     cdef unsigned char **_records
     cdef unsigned char **_payloads
     cdef const CellMeta **_metas
+    cdef BlockId *_unsealed              # blocks that seal() is to copy
     cdef CellMeta *_meta                 # one block
 
     cdef void use(self, History history)

@@ -72,9 +72,10 @@ cdef class Stager:
         self._records = <unsigned char **>calloc(residency.n_slots, sizeof(unsigned char *))
         self._payloads = <unsigned char **>calloc(residency.n_slots, sizeof(unsigned char *))
         self._metas = <const CellMeta **>calloc(residency.n_slots, sizeof(CellMeta *))
+        self._unsealed = <BlockId *>calloc(residency.n_slots, sizeof(BlockId))
         self._meta = <CellMeta *>calloc(table.block_tokens, sizeof(CellMeta))
         if (self._slots == NULL or self._records == NULL or self._payloads == NULL
-                or self._metas == NULL or self._meta == NULL):
+                or self._metas == NULL or self._unsealed == NULL or self._meta == NULL):
             raise MemoryError("no memory for the transfer lists")
 
     def __dealloc__(self):
@@ -82,6 +83,7 @@ cdef class Stager:
         free(self._records)
         free(self._payloads)
         free(<void *>self._metas)
+        free(self._unsealed)
         free(self._meta)
 
     def perform(self, placement):
@@ -161,14 +163,16 @@ cdef class Stager:
 
     cdef int seal_complete(self) except -1:
         """Seal every complete block that has no copy; all of them or none."""
+        cdef SlotId slot
         cdef BlockId block
         cdef int n = 0
-        cdef int[::1] unsealed = np.empty(self._residency.n_slots, dtype=np.int32)
-        for block in np.sort(self._residency.blocks()):
+        for slot in range(self._residency.n_slots):
+            block = self._residency.block_at(slot)
             if block != -1 and self._table.is_complete(block) and not self.has_copy(block):
-                unsealed[n] = block
+                self._unsealed[n] = block
                 n += 1
-        return self.seal(&unsealed[0], n) if n else 0
+        sort_blocks(self._unsealed, n)
+        return self.seal(self._unsealed, n)
 
     cdef int seal(self, const BlockId *blocks, int n) except -1:
         """Copy complete resident blocks to the host; all of them or none."""
@@ -198,13 +202,11 @@ cdef class Stager:
     cdef int evict(self, const BlockId *blocks, int n) except -1:
         """Free the slots of complete resident blocks, after sealing those without a copy."""
         cdef int i, n_open = 0
-        cdef int[::1] unsealed = np.empty(n, dtype=np.int32)
         for i in range(n):
             if not self.has_copy(blocks[i]):
-                unsealed[n_open] = blocks[i]
+                self._unsealed[n_open] = blocks[i]
                 n_open += 1
-        if n_open:
-            self.seal(&unsealed[0], n_open)
+        self.seal(self._unsealed, n_open)
         for i in range(n):
             self._port.clear(self._residency.slot_of(blocks[i]) * self._table.block_tokens,
                              self._table.block_tokens)

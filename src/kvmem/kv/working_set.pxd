@@ -1,4 +1,4 @@
-from kvmem.ids cimport BlockId, CellId
+from kvmem.ids cimport BlockId, CellId, sort_blocks
 from kvmem.kv.block cimport BlockTable
 from kvmem.kv.budget cimport HostBudget
 from kvmem.kv.history cimport History

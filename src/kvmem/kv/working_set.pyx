@@ -344,7 +344,7 @@ cdef class WorkingSet:
                 f"{n_tokens} tokens of a reply need {n_short} more blocks, but only {n} blocks "
                 f"from block {reply_from_block} on can leave; select fewer blocks of history or "
                 "raise the reserve")
-        np.asarray(self._blocks)[:n].sort()
+        sort_blocks(&self._blocks[0], n)
         self._stager.evict(&self._blocks[0], <int>n_short)
         return n_short
 

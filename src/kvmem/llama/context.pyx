@@ -91,7 +91,8 @@ def shares_of(Model model not None, *, int n_ctx, int n_cells, int n_batch, int 
     errors = log.drain()
     if status != a.KVMEM_OK:
         reason = a.kvmem_last_error().decode("utf-8", "replace")
-        raise CapacityError("; ".join([f"cannot tell what {n_cells} cells take: {reason}", *errors]))
+        what = f"cannot tell what {n_cells} cells take: {reason}"
+        raise CapacityError("; ".join([what, *errors]))
     return _shares(shares, n)
 
 
