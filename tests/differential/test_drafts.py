@@ -425,6 +425,5 @@ def test_40_questions_behind_2048_tokens(policy: str) -> None:
     plain = outcome_of(policy, 0, (2048,), 8)
     for n_drafts in (3, 5):
         drafted = outcome_of(policy, n_drafts, (2048,), 8)
-        same = sum(a == b for a, b in zip(plain.said, drafted.said, strict=True))
-        assert same >= 39  # rows of a batch round by its size: a tie may fall either way
+        assert drafted.said == plain.said
         assert drafted.acceptance > (0.88 if n_drafts == 3 else 0.75)
