@@ -80,9 +80,9 @@ wheel: setup
 
 # What CI does: a source archive of the clone, a wheel of that archive, and every check and test on that wheel.
 ci:
-	$(MAKE) VENV=$(CI_VENV) ci-wheel check test-checks test-all
+	$(MAKE) VENV=$(CI_VENV) ci-wheel ci-user check test-checks test-all
 
-.PHONY: ci-wheel
+.PHONY: ci-wheel ci-user
 ci-wheel: setup
 	rm -rf build/ci/dist build/ci/source build/ci/objects && mkdir -p build/ci/dist build/ci/source
 	$(BIN)/python -c "from scikit_build_core.build import build_sdist; build_sdist('build/ci/dist')"
@@ -91,8 +91,23 @@ ci-wheel: setup
 	    --config-settings build-dir=$(abspath build/ci/objects) build/ci/source
 	$(PIP) install --quiet --no-deps --no-index --force-reinstall build/ci/dist/kvmem-*.whl
 
+# A user's environment: the wheel with what it declares to need, and nothing else. tests/test_wheel.py runs it.
+CI_USER := build/ci/user
+USER_PIP := $(CI_USER)/bin/python -m pip --disable-pip-version-check
+
+$(CI_USER)/ready: pyproject.toml scripts/requirements
+	rm -rf $(CI_USER) && $(PYTHON) -m venv $(CI_USER)
+	$(REQUIRE) run > $(CI_USER)/requirements.txt
+	$(USER_PIP) install --quiet --requirement $(CI_USER)/requirements.txt
+	touch $@
+
+ci-user: ci-wheel $(CI_USER)/ready
+	$(USER_PIP) install --quiet --no-deps --no-index --force-reinstall build/ci/dist/kvmem-*.whl
+
+# The demo model must be there: what is said of a trained model is not to be skipped.
 test-all: setup
-	KVMEM_DIST=build/ci/dist $(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/kvmem demo-model
+	KVMEM_DIST=build/ci/dist KVMEM_TEST_NEEDS_MODEL=1 $(BIN)/python -m pytest -m "not gpu"
 
 clean:
 	rm -rf build dist

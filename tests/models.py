@@ -87,8 +87,14 @@ def handset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
-    """SmolLM2-135M-Instruct, where `kvmem demo-model` or KVMEM_DEMO_MODEL has put it."""
+    """SmolLM2-135M-Instruct, where `kvmem demo-model` or KVMEM_DEMO_MODEL has put it.
+
+    Tests skip without it, but fail where KVMEM_TEST_NEEDS_MODEL is set, as `make ci` does.
+    """
     path = Path(os.environ.get("KVMEM_DEMO_MODEL") or cache_folder() / SMOLLM2.file_name)
     if not path.exists():
-        pytest.skip(f"the demo model is not at {path}; `kvmem demo-model` fetches it")
+        missing = f"the demo model is not at {path}; `kvmem demo-model` fetches it"
+        if os.environ.get("KVMEM_TEST_NEEDS_MODEL"):
+            pytest.fail(missing)
+        pytest.skip(missing)
     return path

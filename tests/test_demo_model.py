@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -163,3 +164,23 @@ def test_the_command_prints_the_path_alone(
     out = capsys.readouterr()
     assert out.out == f"{tmp_path / 'kvmem' / 'tiny.gguf'}\n"
     assert out.err == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("needed", "outcome"), [("", "1 skipped"), ("1", "1 error")])
+def test_tests_without_it_skip_but_fail_where_it_is_needed(
+    needed: str, outcome: str, tmp_path: Path, root: Path
+) -> None:
+    missing = tmp_path / "missing.gguf"
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider",
+         "tests/differential/test_real_model.py::test_a_small_budget_sees_its_blocks_and_no_others"],
+        cwd=root,
+        env={**os.environ, "KVMEM_DEMO_MODEL": str(missing), "KVMEM_TEST_NEEDS_MODEL": needed},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert f" {outcome} in " in ran.stdout.splitlines()[-1], ran.stdout
+    assert f"the demo model is not at {missing}; `kvmem demo-model` fetches it" in ran.stdout
+    assert ran.returncode == (1 if needed else 0)

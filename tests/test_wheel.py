@@ -1,11 +1,13 @@
 """The wheel and the source archive that `make ci` built, looked at and installed as by a user.
 
-`make ci` leaves beside the folder that KVMEM_DIST names `source/`, the unpacked archive, and
-`objects/`, the build folder of the wheel.
+`make ci` leaves beside the folder that KVMEM_DIST names `source/`, the unpacked archive,
+`objects/`, the build folder of the wheel, and `user/`, an environment with the wheel and what it
+needs to run.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -195,6 +197,19 @@ def test_the_installed_command_tells_its_version(
     assert re.fullmatch(rf"kvmem {version}, llama\.cpp b\d+\n", shown)
     entry = installed.with_name("kvmem")
     assert entry.is_file() and "from kvmem.__main__ import main" in entry.read_text()
+
+
+def test_it_runs_with_what_it_declares_to_need_and_no_more(
+    dist: Path, tiny_llama: Path, tmp_path: Path
+) -> None:
+    user = dist.parent / "user" / "bin"
+    run(user / "python", "-m", "pip", "check")  # what the wheel's own list names is there
+    listed = run(user / "python", "-m", "pip", "list", "--format", "freeze").lower()
+    assert "kvmem==" in listed and "pytest" not in listed
+    asked = ("-c", "512", "-t", "1", "-n", "6", "--temp", "0", "-p", "who built the tower?")
+    said = run(user / "kvmem", "run", "-m", tiny_llama, *asked, "--json", cwd=tmp_path)
+    assert json.loads(said)["usage"]["completion_tokens"] == 6
+    assert "serve" in run(user / "kvmem", "--help", cwd=tmp_path)
 
 
 def test_extension_modules_import(dist: Path, tmp_path: Path) -> None:

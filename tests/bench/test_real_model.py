@@ -11,7 +11,6 @@ import pytest
 
 from kvmem.bench.agent import AgentSpec, run_agent
 from kvmem.bench.demo import DemoSpec, run_demo
-from kvmem.bench.demo_model import SMOLLM2
 from kvmem.bench.generators.harbor import Harbor
 from kvmem.bench.history import EngineHistory
 from kvmem.bench.quality import Policy, Record, measure
@@ -22,7 +21,6 @@ from kvmem.bench.speed_summary import ratios, speed_rows
 from kvmem.bench.summary import DEFAULT_SIZE, gates, regressions, summarise
 from kvmem.bench.workload import Prompt, WorkloadSpec, make_prompts
 from kvmem.engine.engine import Engine
-from kvmem.paths import cache_folder
 
 pytestmark = pytest.mark.slow
 
@@ -36,14 +34,6 @@ POLICIES = (
     Policy("cosine", "ideal"),
     Policy("recency", "none"),
 )
-
-
-@pytest.fixture(scope="module")
-def demo_model() -> Path:
-    path = cache_folder() / SMOLLM2.file_name
-    if not path.exists():
-        pytest.skip("the demo model is not in the cache; `kvmem demo-model` fetches it")
-    return path
 
 
 LOST = {

@@ -1,5 +1,5 @@
 """The client side of the benches against real servers: kvmem's, and llama-server itself, out of the
-`xllamacpp` wheel of the extra `conformance`.
+`xllamacpp` wheel of the extra `test`.
 """
 
 import importlib.util
