@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvmem.llama.context import Context
 from kvmem.llama.model import Model
+from kvmem.llama.vocab import Vocab
 
 F32 = NDArray[np.float32]
 
@@ -88,6 +89,24 @@ def largest_difference(calls: Sequence[Call], rows: Sequence[F32 | None]) -> flo
             differences.append(float(np.abs(call.logits - row).max()))
     assert differences, "no call kept logits: nothing was compared"
     return max(differences)
+
+
+def count_said(context: Context, calls: Sequence[Call], rows: Sequence[F32 | None]) -> int:
+    """Reply tokens in the calls. AssertionError for one that is not the reference's largest logit.
+
+    Replies must have been asked for without end tokens.
+    """
+    vocab = Vocab(context.model)
+    ends = [token for token in range(vocab.n_tokens) if vocab.is_eog(token)]
+    n_said = 0
+    for row, call in zip(rows, calls[1:], strict=False):
+        if len(call.tokens) == 1:
+            assert row is not None
+            allowed = row.copy()
+            allowed[ends] = -np.inf
+            assert call.tokens[0] == allowed.argmax()
+            n_said += 1
+    return n_said
 
 
 def require_tie(

@@ -11,12 +11,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from devices import bound
 from engines import Call, ask, foresee, make_config, random_tokens, record
 from recall_heldout import MODEL, load
-from stock import largest_difference, replay, stock_context
+from stock import count_said, largest_difference, replay, stock_context
 from timeline import differs_from_stock, effective
 
 from kvmem.chat.render import ChatRenderer
@@ -26,19 +25,14 @@ from kvmem.engine.engine import Engine
 from kvmem.engine.events import Done, TokenEvent
 from kvmem.engine.sampling import GenerateParams, SamplingParams
 from kvmem.llama.template import ChatTemplate
-from kvmem.llama.vocab import Vocab
 
 pytestmark = pytest.mark.usefixtures("device")
 
 ATTENTION = ["llama", "llama_64", "qwen2", "qwen3", "qwen3_64", "qwen3moe", "smollm3"]
 HYBRID = ["qwen35", "qwen35_64", "qwen35moe"]
-KV_TYPES = [
-    ("f16", "f16"),
-    ("q8_0", "q8_0"),
-    ("q5_0", "q5_0"),
-    ("q4_0", "q4_0"),
-    ("q8_0", "q4_0"),
-]
+QUANTISED = ["q8_0", "q5_0", "q4_0"]
+MIXED = [(k, v) for k in QUANTISED for v in QUANTISED if k != v]
+KV_TYPES = [("f16", "f16"), *((name, name) for name in QUANTISED), ("q8_0", "q4_0")]
 
 
 @pytest.fixture(autouse=True)
@@ -69,17 +63,8 @@ def assert_same(
     """Equal logits, and every token of the replies is the largest logit of the reference."""
     with stock_context(path, type_k=types[0], type_v=types[1], flash_attn=flash_attn) as context:
         rows = replay(context, calls)
-        vocab = Vocab(context.model)
-        ends = [token for token in range(vocab.n_tokens) if vocab.is_eog(token)]
-    assert largest_difference(calls, rows) == 0
-    n_said = 0
-    for row, call in zip(rows, calls[1:], strict=False):
-        if len(call.tokens) == 1:
-            assert row is not None
-            row[ends] = -np.inf  # the replies were asked for without end tokens
-            assert call.tokens[0] == row.argmax()
-            n_said += 1
-    assert n_said == 3 * 19
+        assert largest_difference(calls, rows) == 0
+        assert count_said(context, calls, rows) == 3 * 19
 
 
 @pytest.mark.part(kind=["llama", "llama_64", "qwen35_64"])
@@ -94,6 +79,12 @@ def test_budget_over_history_is_stock_llama(
     )
     assert decisions == ["all_resident"] * 3
     assert_same(path, calls, types)
+
+
+@pytest.mark.parametrize("types", [types for types in MIXED if types not in KV_TYPES], ids="-".join)
+def test_every_mixed_pair_is_stock_llama(types: tuple[str, str], tiny_llama: Path) -> None:
+    calls, _ = talk(tiny_llama, budget_tokens=1024, ordered=True, type_k=types[0], type_v=types[1])
+    assert_same(tiny_llama, calls, types)
 
 
 @pytest.mark.parametrize("types", [*KV_TYPES[:2], ("f32", "f32")], ids="-".join)

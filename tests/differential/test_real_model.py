@@ -6,12 +6,18 @@ import numpy as np
 import pytest
 from engines import Call, ask, record
 from numpy.typing import NDArray
-from stock import largest_difference, replay, replay_masked, stock_context
+from stock import count_said, largest_difference, replay, replay_masked, stock_context
 
 pytestmark = pytest.mark.slow
 
 BLOCK = 32
-KV_TYPES = [("f16", "f16"), ("q8_0", "q8_0"), ("q8_0", "q4_0")]
+KV_TYPES = [
+    ("f16", "f16"),
+    ("q8_0", "q8_0"),
+    ("q5_0", "q5_0"),
+    ("q4_0", "q4_0"),
+    ("q8_0", "q4_0"),
+]
 
 
 def words(n: int, seed: int) -> tuple[int, ...]:
@@ -31,7 +37,9 @@ def test_budget_over_history_is_stock_llama(types: tuple[str, str], demo_model: 
             history += ask(recorded.session, history, max_tokens=10).tokens
         calls = recorded.calls.copy()
     with stock_context(demo_model, type_k=type_k, type_v=type_v) as context:
-        assert largest_difference(calls, replay(context, calls)) == 0
+        rows = replay(context, calls)
+        assert largest_difference(calls, rows) == 0
+        assert count_said(context, calls, rows) == 3 * 9
 
 
 def differences(calls: list[Call], path: Path, kv_type: str) -> NDArray[np.float64]:
