@@ -89,12 +89,32 @@ def test_a_reply_may_be_many_times_the_reserve(tiny_llama: Path) -> None:
         kept = set(memory.blocks) & set(recorded.memory.working_set.resident().tolist())
         assert len(kept) >= 7  # what was chosen stays; the reply's own blocks leave
         recorded.memory.check()
-        # what left can be chosen in the next turn
         again = ask(
             recorded.session, LONG + reply.tokens + random_tokens(40, seed=3), span=(1500, 1535)
         )
         assert again.stats.cached_tokens == 700 + 799
         assert max(again.stats.memory.blocks) == (1500 + 39) // 32
+
+
+@pytest.mark.parametrize("scorer", ["lexical", "recency"])
+def test_what_left_of_a_reply_comes_back_where_it_is_asked_for(
+    scorer: str, tiny_llama: Path
+) -> None:
+    """A question that repeats a block of the reply. By recency, the control, nothing comes back."""
+    with record(tiny_llama, reserve_tokens=32, scorer=scorer) as recorded:
+        session = recorded.session
+        reply = ask(session, LONG, span=(670, 695), max_tokens=400)
+        assert reply.stats.memory.reply_blocks_evicted >= 8
+        history = LONG + reply.tokens
+        gone = set(range(23, 33)) - set(recorded.memory.working_set.resident().tolist())
+        left = min(gone)  # written by the reply alone, and sealed
+        asked = history[32 * left : 32 * (left + 1)]
+        start = len(history)
+        again = ask(session, history + asked, span=(start, start + len(asked)))
+        report = again.stats.memory
+        assert (left in report.blocks) == (scorer == "lexical")
+        assert (report.blocks_in > 0) == (scorer == "lexical")
+        recorded.memory.check()
 
 
 def test_free_budget_is_used_before_anything_leaves(tiny_llama: Path) -> None:
