@@ -85,6 +85,19 @@ def test_each_patch_says_why_where_and_until_when(root: Path) -> None:
         assert name.removesuffix(".patch") in table
 
 
+def test_the_page_on_the_adapter_counts_lines_and_names_every_file(root: Path) -> None:
+    page = (root / "docs" / "adapter.md").read_text()
+    for name in MAX_ADDED_LINES:
+        changes = [change for change in read_series() if change.patch == name]
+        section = page.split(f"`patches/{name}`, ")[1].split("`patches/")[0].split("\n## ")[0]
+        n_added = sum(change.n_added for change in changes)
+        assert section.startswith(f"{n_added} added lines in {len(changes)} files")
+        rows = [line for line in section.splitlines() if line.startswith("| src/")]
+        for change in changes:
+            stem = str(Path(change.path).with_suffix(""))
+            assert [row for row in rows if row.startswith(f"| {stem}.")], change.path
+
+
 def test_git_applies_the_series_to_the_same_result(root: Path, tmp_path: Path) -> None:
     tree = root / "vendor" / "llama.cpp"
     if not shutil.which("git") or not (tree / "src").is_dir():
