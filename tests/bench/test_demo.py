@@ -4,22 +4,36 @@ from pathlib import Path
 
 import pytest
 
-from kvmem.bench.demo import Asked, DemoSpec, Result, run_demo, strip
+from kvmem.bench.demo import Asked, DemoSpec, Result, Sight, run_demo, strip
 from kvmem.bench.generators.harbor import Harbor
 from kvmem.bench.workload import WorkloadSpec, make_prompt
 from kvmem.llama.model import Model
 from kvmem.llama.vocab import Vocab
 
 
-def asked(*, visible: tuple[int, ...], gold: tuple[int, ...]) -> Asked:
-    return Asked(
-        question="?", value="1", answer="1", right=True, visible=visible, gold=gold, decode_per_s=1
-    )
-
-
 def test_the_strip_has_a_character_for_each_block() -> None:
-    found = strip(asked(visible=(0, 3, 5, 8, 9, 10), gold=(3, 4)), 10, n_newest=2)
-    assert found == "=..#!+..=="
+    """Ten blocks of history; of the newest three one lies behind it, with the question."""
+    asked = Asked(
+        question="?",
+        value="1",
+        answer="1",
+        right=True,
+        gold=(3, 4),
+        sight=Sight(visible=(0, 3, 5, 7, 8, 9, 10), sink_stop=2, newest_start=8, device_bytes=1),
+        decode_per_s=1,
+    )
+    assert strip(asked, 10) == "=..#!+.+=="
+
+
+def test_what_is_always_visible_is_visible_whatever_is_asked(results: list[Result]) -> None:
+    ours, _, _ = results
+    for asked in ours.asked:
+        shown = strip(asked, ours.n_blocks)
+        visible = {block for block in asked.sight.visible if block < ours.n_blocks}
+        assert {i for i, mark in enumerate(shown) if mark in "=+#"} == visible
+        assert {i for i, mark in enumerate(shown) if mark == "="} == {0, *range(189, 192)}
+    # the recent part is counted from the question's block: the fourth last of the history is not in
+    assert not all(188 in asked.sight.visible for asked in ours.asked)
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +71,12 @@ def test_what_is_visible_is_bounded_and_chosen(results: list[Result]) -> None:
     ours, newest, full = results
     for asked in ours.asked + newest.asked:
         # The question and its answer may lie in a block or two behind the history.
-        assert len([block for block in asked.visible if block < ours.n_blocks]) <= 512 // 32
-    assert all(asked.visible == tuple(range(full.n_blocks)) for asked in full.asked)
+        assert len([block for block in asked.sight.visible if block < ours.n_blocks]) <= 512 // 32
+    assert all(asked.sight.visible == tuple(range(full.n_blocks)) for asked in full.asked)
     # Words are shared between question and fact, so that even a random model's scores find some.
-    found = [set(asked.gold) & set(asked.visible) for asked in ours.asked]
+    found = [set(asked.gold) & set(asked.sight.visible) for asked in ours.asked]
     assert sum(map(bool, found)) >= 4
-    assert not any(set(asked.gold) & set(asked.visible) for asked in newest.asked)
+    assert not any(set(asked.gold) & set(asked.sight.visible) for asked in newest.asked)
 
 
 def test_the_device_holds_less_than_the_full_cache(results: list[Result]) -> None:

@@ -4,12 +4,10 @@ Each is asked three times: with kvmem's bounded working set, with the newest blo
 stored history, and with the full cache of plain llama.cpp.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-
-import numpy as np
 
 from kvmem.bench.generators.harbor import Harbor
 from kvmem.bench.history import EngineHistory, position_scores
@@ -19,11 +17,12 @@ from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine import prompt as engine_prompt
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Done, TokenEvent
+from kvmem.engine.memory import TieredMemory
 from kvmem.engine.sampling import GenerateParams
 from kvmem.engine.session import Session
 from kvmem.engine.stats import RequestStats
 
-__all__ = ["Asked", "DemoSpec", "Result", "run_demo", "strip"]
+__all__ = ["Asked", "DemoSpec", "Result", "Sight", "run_demo", "strip"]
 
 Report = Callable[[str, int, int], None]
 
@@ -61,16 +60,29 @@ class DemoSpec:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What an answer could see: the visible blocks, and the bytes of K and V on the device.
+
+    sink_stop, newest_start: blocks before and from there on are visible whatever is asked.
+    """
+
+    visible: tuple[int, ...]
+    sink_stop: int
+    newest_start: int
+    device_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One question and its answer. visible: the blocks that the answer could see."""
+    """One question and its answer. gold: the blocks that state the fact."""
 
     question: str
     value: str
     answer: str
     right: bool
-    visible: tuple[int, ...]
     gold: tuple[int, ...]
+    sight: Sight
     decode_per_s: float
 
 
@@ -106,7 +118,8 @@ def run_demo(
         asked = []
         for question in prompt.questions:
             text, stats = _generate(session, prompt, question)
-            answered = _asked(question, text, stats.memory.blocks, stats.decode_per_s, spec)
+            sight = _sight(memory, spec, question, stats.memory.blocks)
+            answered = _asked(question, text, sight, stats.decode_per_s, spec)
             on_asked(answered, n_blocks)
             asked.append(answered)
         yield Result(
@@ -123,39 +136,42 @@ def run_demo(
             n_blocks=n_blocks,
             read_s=read_s,
             device_bytes=memory.device_bytes,
-            asked=tuple(_ask_newest(history, question, spec) for question in prompt.questions),
+            asked=tuple(
+                _ask_newest(history, memory, question, spec) for question in prompt.questions
+            ),
         )
     with Engine(spec.engine(tiered=False)) as engine:
         session = engine.session()
         read_s = _read(session, prompt, "full cache reads", report)
-        every = list(range(n_blocks))
+        device_bytes = engine.facts.kv_bytes_per_token * engine.n_ctx
+        sight = Sight(tuple(range(n_blocks)), n_blocks, n_blocks, device_bytes)
         asked = []
         for question in prompt.questions:
             text, stats = _generate(session, prompt, question)
-            asked.append(_asked(question, text, every, stats.decode_per_s, spec))
+            asked.append(_asked(question, text, sight, stats.decode_per_s, spec))
         yield Result(
             name="full cache",
             n_blocks=n_blocks,
             read_s=read_s,
-            device_bytes=engine.facts.kv_bytes_per_token * engine.n_ctx,
+            device_bytes=device_bytes,
             asked=tuple(asked),
         )
 
 
-def strip(asked: Asked, n_blocks: int, n_sink: int = 1, n_newest: int = 4) -> str:
+def strip(asked: Asked, n_blocks: int) -> str:
     """One character a block of the history.
 
     `.` on the host only, `=` always visible (the first and the newest), `+` brought back,
     `#` brought back and holding the fact, `!` holding the fact and missed.
     """
-    blocks = np.full(n_blocks, ".")
-    visible = [block for block in asked.visible if block < n_blocks]
-    blocks[visible] = "+"
-    blocks[:n_sink] = "="
-    blocks[n_blocks - n_newest :] = "="
+    sight = asked.sight
+    marks = ["."] * n_blocks
+    for block in sight.visible:
+        if block < n_blocks:
+            marks[block] = "+" if sight.sink_stop <= block < sight.newest_start else "="
     for block in asked.gold:
-        blocks[block] = "#" if block in asked.visible else "!"
-    return "".join(blocks)
+        marks[block] = "#" if block in sight.visible else "!"
+    return "".join(marks)
 
 
 def _read(session: Session, prompt: Prompt, what: str, report: Report) -> float:
@@ -186,15 +202,31 @@ def _generate(session: Session, prompt: Prompt, question: Question) -> tuple[str
     return b"".join(pieces).decode(errors="replace"), stats
 
 
-def _ask_newest(history: EngineHistory, question: Question, spec: DemoSpec) -> Asked:
+def _sight(
+    memory: TieredMemory, spec: DemoSpec, question: Question, visible: Sequence[int]
+) -> Sight:
+    # The recent part is counted from the question's own first block, as a session counts it.
+    n_blocks = memory.n_blocks_of(spec.n_tokens + question.content.start)
+    return Sight(
+        visible=tuple(visible),
+        sink_stop=memory.sizes.n_sink_blocks,
+        newest_start=n_blocks - memory.sizes.n_recent_blocks,
+        device_bytes=memory.device_bytes,
+    )
+
+
+def _ask_newest(
+    history: EngineHistory, memory: TieredMemory, question: Question, spec: DemoSpec
+) -> Asked:
     selection = history.select(position_scores(history.n_blocks), question)
     history.restrict(selection)
     reply = history.greedy(question.tokens, ANSWER_TOKENS)
-    return _asked(question, reply.text, selection.tolist(), 1 / reply.step_s, spec)
+    sight = _sight(memory, spec, question, selection.tolist())
+    return _asked(question, reply.text, sight, 1 / reply.step_s, spec)
 
 
 def _asked(
-    question: Question, text: str, visible: list[int], decode_per_s: float, spec: DemoSpec
+    question: Question, text: str, sight: Sight, decode_per_s: float, spec: DemoSpec
 ) -> Asked:
     text = " ".join(text.split())
     return Asked(
@@ -202,7 +234,7 @@ def _asked(
         value=question.value_text,
         answer=text,
         right=states(text, question.value_text),
-        visible=tuple(visible),
         gold=tuple(gold_blocks(question.gold, spec.block_tokens).tolist()),
+        sight=sight,
         decode_per_s=decode_per_s,
     )

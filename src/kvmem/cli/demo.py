@@ -51,7 +51,8 @@ def _show(console: Console, asked: Asked, n_blocks: int) -> None:
     if not asked.right:
         console.print(Text(f"  (the history says {asked.value})"))
     console.print(Text(f"  {strip(asked, n_blocks)}"))
-    console.print(Text(f"  {asked.decode_per_s:.0f} tokens/s\n"))
+    device = f"{asked.sight.device_bytes / 2**20:.1f} MiB of K and V on the device"
+    console.print(Text(f"  {asked.decode_per_s:.0f} tokens/s, {device}\n"))
 
 
 def _table(results: list[Result]) -> Table:
