@@ -132,7 +132,8 @@ class MemoryConfig:
         _one_of("scorer", self.scorer, get_args(Scorer))
         _one_of("query_replay", self.query_replay, get_args(QueryReplay))
         _one_of("query_policy", self.query_policy, get_args(QueryPolicy))
-        _require_pair("type_k", self.type_k, "type_v", self.type_v)
+        if self.enabled:
+            _require_pair("type_k", self.type_k, "type_v", self.type_v)
         _one_of("flash_attn", self.flash_attn, get_args(FlashAttention))
         if self.type_v not in FLOAT_KV_TYPES and self.flash_attn == "off":
             raise ConfigError("flash_attn", "off", f"on or auto with type_v={self.type_v}")

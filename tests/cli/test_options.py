@@ -11,6 +11,7 @@ from kvmem.chat.thinking import Thinking
 from kvmem.cli.app import execute
 from kvmem.cli.faults import LATER, OTHER_VARIABLES, RENAMED
 from kvmem.cli.options import EngineOptions, SamplingOptions
+from kvmem.config import MemoryConfig
 from kvmem.errors import ConfigError
 
 
@@ -103,7 +104,10 @@ class Runner:
         ),
         (["-c", "many"], "error: Invalid value for '-c' / '--ctx-size' (env var: "
          "'LLAMA_ARG_CTX_SIZE'): Input should be a valid integer, unable to parse string as an "
-         "integer; try kvmem plan --help"),
+         "integer (it is 'many'); try kvmem plan --help"),
+        (["--kvmem-host-gb", "1GB"], "error: Invalid value for '--kvmem-host-gb' (env var: "
+         "'KVMEM_HOST_GB'): Input should be a valid number, unable to parse string as a "
+         "number (it is '1GB'); try kvmem plan --help"),
         (["-c"], "error: Option '-c' requires an argument; try kvmem plan --help"),
         (["more"], "error: Got unexpected extra argument(s) (more); try kvmem plan --help"),
     ],
@@ -263,7 +267,26 @@ def test_bad_values_of_variables(stderr_of: Runner, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "many")
     code, line = stderr_of("plan", "-m", "m.gguf")
     assert code == 2
-    assert "LLAMA_ARG_CTX_SIZE" in line
+    assert "LLAMA_ARG_CTX_SIZE" in line and "'many'" in line
+
+
+def test_left_out_is_llama_cpps_own_without_the_memory() -> None:
+    def memory(**options: Any) -> MemoryConfig:
+        return EngineOptions(model=Path("m.gguf"), **options).config().memory
+
+    def computing(config: MemoryConfig) -> tuple[str, str, int, int]:
+        return config.type_k, config.type_v, config.batch_tokens, config.ubatch
+
+    assert computing(memory()) == ("q8_0", "q8_0", 512, 512)
+    assert computing(memory(batch=1024)) == ("q8_0", "q8_0", 1024, 1024)
+    assert computing(memory(kvmem=False)) == ("f16", "f16", 2048, 512)
+    assert computing(memory(kvmem=False, batch=64)) == ("f16", "f16", 64, 64)
+    given = memory(kvmem=False, kv_dtype="q8_0", batch=1024, ubatch=1024)
+    assert computing(given) == ("q8_0", "q8_0", 1024, 1024)
+    # a pair that only plain llama.cpp takes
+    assert computing(memory(kvmem=False, type_k="q8_0"))[:2] == ("q8_0", "f16")
+    with pytest.raises(ConfigError, match="type_v is q8_0"):
+        memory(type_k="f16")
 
 
 def defaults_of(**options: Any) -> Thinking:

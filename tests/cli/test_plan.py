@@ -104,5 +104,5 @@ def test_checkpoints_take_room_from_the_history(
 def test_without_the_memory(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(["plan", "-m", str(tiny_llama), "-c", "1024", "--no-kvmem"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "KV cache         1,024  272.0 KiB  --no-kvmem: plain llama.cpp"
+        "KV cache         1,024  512.0 KiB  --no-kvmem: plain llama.cpp"
     )

@@ -9,9 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvmem.cli.app import execute
+from kvmem.llama.context import Context
+from kvmem.llama.model import Model
+from kvmem.llama.vocab import Vocab
 
 MODEL_ARGS = ("-c", "1024", "-t", "1", "--temp", "0", "-n", "6", "--no-think")
 
@@ -48,6 +52,51 @@ def test_json_holds_text_usage_and_memory(
     assert report["finish_reason"] == "length"
     assert report["usage"]["completion_tokens"] == 6
     assert report["kvmem"]["decision"] == "all_resident"
+
+
+def plain_reply(path: Path, prompt: list[int], n: int, **settings: str) -> str:
+    """What llama.cpp says, with the context that llama-server makes where nothing is set."""
+    with (
+        Model(path) as model,
+        Context(model, n_ctx=4096, n_batch=2048, n_ubatch=512, flash_attn="auto", **settings)  # type: ignore[arg-type]
+        as context,
+    ):  # fmt: skip
+        vocab = Vocab(model)
+        said: list[int] = []
+        step = np.array(prompt, np.int32)
+        while len(said) < n:
+            start = len(prompt) + len(said) - len(step)
+            context.decode(step, np.arange(start, start + len(step), dtype=np.int32))
+            step = np.array([context.logits(-1).argmax()], np.int32)
+            if vocab.is_eog(int(step[0])):
+                break
+            said.append(int(step[0]))
+        return vocab.detokenize(said, special=False)
+
+
+def test_no_kvmem_is_plain_llama_cpp_token_for_token(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt of several graphs. The control: with the memory's own types it says other words."""
+    text = " ".join(f"the tower has {i} steps and the light turns." for i in range(52))
+    with Model(tiny_llama) as model:
+        prompt = [int(token) for token in Vocab(model).tokenize(text)]
+    assert len(prompt) > 1024
+
+    def say(*args: str) -> str:
+        as_it_is = ("--chat-template", "{{ messages[0].content }}", "--no-kvmem", "--json")
+        assert run("-m", str(tiny_llama), "-c", "4096", "-t", "1", "--temp", "0", "-n", "120",
+                   *as_it_is, "-p", text, *args) == 0  # fmt: skip
+        report = json.loads(capsys.readouterr().out)
+        assert report["usage"]["prompt_tokens"] == len(prompt)
+        assert report["kvmem"]["decision"] == "off"
+        return str(report["text"])
+
+    expected = plain_reply(tiny_llama, prompt, 120)
+    assert say() == expected
+    assert say("--kv-dtype", "q8_0") != expected
+    # given types are llama.cpp's too, also a pair that the memory would not take
+    assert say("-ctk", "q8_0") == plain_reply(tiny_llama, prompt, 120, type_k="q8_0")
 
 
 def test_a_seed_repeats_a_reply(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,9 +109,18 @@ def _path(command: object, args: Sequence[str]) -> str:
 
 
 def _usage(error: typer.TyperException, name: str) -> int:
-    message = error.format_message()
+    message = error.format_message().rstrip(".")
+    given = _given(error)
+    if given and given not in message:
+        message += f" (it is {given})"
     hint = f"kvmem {name} --help" if name else "kvmem --help"
-    return _fail(f"error: {message.rstrip('.')}; try {hint}", faults.USAGE)
+    return _fail(f"error: {message}; try {hint}", faults.USAGE)
+
+
+def _given(error: typer.TyperException) -> str:
+    """The value of a wrong type, which Typer's message leaves out; empty at other faults."""
+    errors = getattr(error.__cause__, "errors", None)  # pydantic's ValidationError
+    return "" if errors is None else ", ".join(repr(fault["input"]) for fault in errors())
 
 
 def _fail(line: str, code: int) -> int:

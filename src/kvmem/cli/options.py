@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from kvmem.chat.fields import FieldError
 from kvmem.chat.request import RequestDefaults
@@ -34,6 +34,19 @@ from kvmem.errors import ConfigError
 __all__ = ["EngineOptions", "SamplingOptions"]
 
 GIB = 1 << 30
+
+
+class Unsaid(NamedTuple):
+    """What holds where nothing is given. max_ubatch: None for as large as a batch."""
+
+    kv_dtype: KvType
+    batch: int
+    max_ubatch: int | None
+
+
+OURS = Unsaid("q8_0", 512, None)
+LLAMA_CPP = Unsaid("f16", 2048, 512)
+"""Its own defaults, so that --no-kvmem gives the logits that it gives."""
 
 MODEL_PANEL = "Model"
 MEMORY_PANEL = "Memory"
@@ -172,9 +185,10 @@ class EngineOptions:
               "the least recently used leaves. 0 for all of it."),
     ] = 0.0  # fmt: skip
     kv_dtype: Annotated[
-        KvType,
-        flag("--kv-dtype", env="KVMEM_KV_DTYPE", panel=MEMORY_PANEL, help="Type of K and V."),
-    ] = "q8_0"
+        KvType | None,
+        flag("--kv-dtype", env="KVMEM_KV_DTYPE", panel=MEMORY_PANEL,
+              help="Type of K and V. Left out: q8_0, or f16 with --no-kvmem, as llama.cpp has it."),
+    ] = None  # fmt: skip
     type_k: Annotated[
         KvType | None,
         llama_flag("-ctk", "--cache-type-k", env="CACHE_TYPE_K", panel=MEMORY_PANEL,
@@ -191,14 +205,14 @@ class EngineOptions:
                help="Flash attention, which quantised V needs."),
     ] = "auto"  # fmt: skip
     batch: Annotated[
-        int,
+        int | None,
         llama_flag("-b", "--batch-size", env="BATCH", panel=MEMORY_PANEL,
-               help="Most tokens of one decode call."),
-    ] = 512  # fmt: skip
+               help="Most tokens of one decode call. Left out: 512, or 2048 with --no-kvmem."),
+    ] = None  # fmt: skip
     ubatch: Annotated[
         int | None,
         llama_flag("-ub", "--ubatch-size", env="UBATCH", panel=MEMORY_PANEL,
-               help="Most tokens computed at once. Left out: as -b."),
+               help="Most tokens computed at once. Left out: as -b, with --no-kvmem at most 512."),
     ] = None  # fmt: skip
 
     spec_type: Annotated[
@@ -254,6 +268,11 @@ class EngineOptions:
         if self.workspace < 0:
             rule = "at least 1, or 0 for the length that the model was trained for"
             raise ConfigError("workspace_tokens", self.workspace, rule)
+        unsaid = OURS if self.kvmem else LLAMA_CPP
+        batch = unsaid.batch if self.batch is None else self.batch
+        ubatch = self.ubatch
+        if ubatch is None and unsaid.max_ubatch is not None:
+            ubatch = min(batch, unsaid.max_ubatch)
         return EngineConfig(
             model=ModelConfig(
                 path=self.model,
@@ -279,10 +298,10 @@ class EngineOptions:
                 calibration=self.calibration,
                 query_replay=self.query_replay,
                 query_policy=self.query_policy,
-                type_k=self.type_k or self.kv_dtype,
-                type_v=self.type_v or self.kv_dtype,
-                batch_tokens=self.batch,
-                ubatch_tokens=self.ubatch,
+                type_k=self.type_k or self.kv_dtype or unsaid.kv_dtype,
+                type_v=self.type_v or self.kv_dtype or unsaid.kv_dtype,
+                batch_tokens=batch,
+                ubatch_tokens=ubatch,
                 flash_attn=self.flash_attn,
             ),
             draft=DraftConfig(
