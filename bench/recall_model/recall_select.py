@@ -13,7 +13,7 @@ import argparse
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ from kvmem.llama.vocab import Vocab
 LISTS = ("of a place", "of an attribute", "of a word", "all")
 SHARED_WORDS = ("code", "phrase", "host", "number", "path", "color", "date", "version")
 """Last words of attributes that several share."""
+
+OF_A_QUESTION = ("kind", "recall", "facts", "seen")
 
 RULES = (
     *(Rule(block=block) for block in (16, 32, 64, 128)),
@@ -142,14 +144,26 @@ def measure(prompt: Prompt, messages: Sequence[tuple[int, int]]) -> Iterator[dic
                         yield {
                             "rule": rule.name,
                             "divisor": divisor,
+                            "budget_blocks": budget // block,
+                            "history": history.n_blocks,
                             "kind": question.kind,
                             "recall": round(metrics.gold_recall(chosen, question.gold, block), 3),
                             "facts": len(parts),
                             "seen": sum(part == 1 for part in parts),
-                            "budget_blocks": budget // block,
-                            "chosen": len(chosen),
-                            "history": history.n_blocks,
                         }
+
+
+def pack(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One record for all questions of a conversation under a rule: what differs, as lists."""
+    packed: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        head = {name: value for name, value in row.items() if name not in OF_A_QUESTION}
+        record = packed.setdefault(
+            tuple(head.values()), head | {name: [] for name in OF_A_QUESTION}
+        )
+        for name in OF_A_QUESTION:
+            record[name].append(row[name])
+    return list(packed.values())
 
 
 def print_rules(rows: list[dict[str, Any]]) -> None:
@@ -178,7 +192,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--out", type=Path, help="write raw records here, as they are finished")
     options = parser.parse_args()
-    records = [environment(MODEL, vars(options), bench="recall-select")]
+    where = environment(MODEL, vars(options), bench="recall-select")
+    rows: list[dict[str, Any]] = []
     with Model(MODEL) as model, tempfile.TemporaryDirectory() as folder:
         vocab = Vocab(model)
         items = [
@@ -194,10 +209,10 @@ def main() -> None:
     order = sorted(range(len(items)), key=lambda index: index % options.each)
     for index in order:
         facts = {"tokens": items[index]["target_tokens"], "conversation": index}
-        records += [facts | row for row in measure(prompts[index], borders[index])]
+        rows += [facts | row for row in measure(prompts[index], borders[index])]
         if options.out is not None:
-            write_jsonl(options.out, records)
-    print_rules(records[1:])
+            write_jsonl(options.out, [where, *pack(rows)])
+    print_rules(rows)
 
 
 def _messages(item: dict[str, Any], vocab: Vocab) -> list[tuple[int, int]]:
