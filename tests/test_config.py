@@ -203,7 +203,9 @@ def test_a_given_pool_counts_what_lies_beside_it_and_no_headroom() -> None:
     most = CARD.most_tokens() // 128 * 128 - 16384
     assert sizes(on(CARD), budget_tokens=most, reserve_tokens=16384, workspace_tokens=262144)
     with pytest.raises(
-        ConfigError, match=rf"at most {most} beside .* of CUDA0 are free, 873 MiB of them"
+        ConfigError,
+        match=rf"at most {most} beside .* of CUDA0 are free, 873 MiB of them for buffers; "
+        "ubatch_tokens=256 needs less",
     ):
         sizes(on(CARD), budget_tokens=most + 128, reserve_tokens=16384, workspace_tokens=262144)
 

@@ -241,13 +241,17 @@ def _resolve_pool(
     for place in facts.holders:
         if (budget + reserve) * block > place.most_tokens():
             most = max(0, place.most_tokens() // block - reserve) * block
-            beside = place.bytes_beside((budget + reserve) * block)
+            buffers = (
+                f"{size_text(place.bytes_beside((budget + reserve) * block))} of them for buffers"
+            )
+            if not place.is_host and config.ubatch >= 64:
+                buffers += f"; ubatch_tokens={config.ubatch // 2} needs less"
             raise ConfigError(
                 "budget_tokens",
                 budget * block,
                 f"at most {most} beside a reserve of {reserve * block} "
                 f"({place.free_bytes / GIB:.1f} of the {place.total_bytes / GIB:.1f} GiB of "
-                f"{_called(place)} are free, {size_text(beside)} of them for buffers)",
+                f"{_called(place)} are free, {buffers})",
             )
     return budget, reserve
 

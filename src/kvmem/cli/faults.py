@@ -68,8 +68,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
 HINTS: Mapping[str, str] = MappingProxyType(
     {
         "model": "-m FILE, or kvmem demo-model for a small one",
-        "budget_tokens": "another --kvmem-budget, a smaller -ub or fewer -ngl "
-        "(kvmem plan shows what each takes)",
+        "budget_tokens": "another --kvmem-budget (kvmem plan shows what fits)",
         "reserve_tokens": "a larger --kvmem-gen-reserve, or leave it out",
         "sink_tokens": "a smaller --kvmem-sink-tokens, or a larger --kvmem-budget",
         "recent_tokens": "a smaller --kvmem-recent-tokens, or a larger --kvmem-budget",

@@ -29,6 +29,8 @@ PROBE_TOKENS = 16
 
 # Two buffers of a CUDA device's copies (adapter/kvmem-transfer.cu).
 STAGING_BYTES = 2 * (64 << 20)
+# No larger pool is measured: llama.cpp's tables of its cells are real, 50 bytes for each.
+MOST_TOKENS = 1 << 21
 # Times that the graphs of a pool are measured, each closer to the largest that fits.
 N_MEASURES = 3
 
@@ -141,7 +143,7 @@ class _Measure:
     """Where a pool lies, and what is taken beside it.
 
     llama.cpp's graphs grow with the pool, and at no size faster than at a larger one: the line
-    between two sizes is never below what a size between them takes.
+    between two sizes is never below what a size between them takes. Beyond MOST_TOKENS it goes on.
     """
 
     def __init__(
@@ -153,16 +155,14 @@ class _Measure:
 
     def places(self) -> tuple[Place, ...]:
         """For every pool up to the largest that could be chosen."""
-        memory = self._config.memory
-        block = memory.block_tokens
-        high = largest_pool(memory, self._model.n_ctx_train)
-        above = self._at(high)
-        if all(place.most_tokens() >= high for place in above if place.kv_bytes_per_token):
-            below, low = above, high
-        else:
-            free = min(p.free_bytes // p.kv_bytes_per_token for p in above if p.kv_bytes_per_token)
-            high = max(block, min(high, free // block * block))
-            low = block
+        block = self._config.memory.block_tokens
+        largest = largest_pool(self._config.memory, self._model.n_ctx_train)
+        high = low = min(largest, MOST_TOKENS)
+        above = below = self._at(high)
+        holders = [place for place in above if place.kv_bytes_per_token]
+        if largest > high or any(place.most_tokens() < high for place in holders):
+            free = min(place.free_bytes // place.kv_bytes_per_token for place in holders)
+            high, low = max(block, min(high, free // block * block)), block
             above, below = self._at(high), self._at(low)
         for _ in range(N_MEASURES - 1):
             places = tuple(_between(*pair, low, high) for pair in zip(below, above, strict=True))
