@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import ask, random_tokens, record
 
-from kvmem.engine.fit import run_largest
+from kvmem.engine.fit import advice, run_largest
 
 
 @pytest.mark.usefixtures("device")
@@ -36,6 +37,19 @@ def test_the_largest_batch_leaves_nothing_behind(
             replies.append(ask(recorded.session, tokens, max_tokens=20).tokens)
             memory.check()
     assert replies[0] == replies[1]
+
+
+def test_layers_are_advised_where_there_is_a_gpu(tiny_llama: Path) -> None:
+    with record(tiny_llama) as recorded:
+        engine = recorded.engine
+        config = replace(engine.config, model=replace(engine.config.model, n_gpu_layers=-1))
+        host = engine.facts.places
+        gpu = replace(host[0], name="CUDA0")
+        said = advice(engine.model, config, engine.facts, engine.sizes)
+        assert said == "budget_tokens=192 or ubatch_tokens=64"
+        facts = replace(engine.facts, places=(*host, gpu))
+        said = advice(engine.model, config, facts, engine.sizes)
+        assert said == "budget_tokens=192, ubatch_tokens=64 or n_gpu_layers=2"
 
 
 # A process of its own, which may have little more memory than it has. A megabyte is 512 tokens.

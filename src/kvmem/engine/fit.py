@@ -10,7 +10,7 @@ from kvmem.engine.memory import Memory, TieredMemory
 from kvmem.errors import CapacityError, ConfigError, HostCapacityError
 from kvmem.llama.model import Model
 
-__all__ = ["make_fitting", "run_largest"]
+__all__ = ["advice", "make_fitting", "run_largest"]
 
 # Less than this free on a GPU, and its back end ends the process at the first batch: it has no
 # other way to say that its own buffers cannot grow.
@@ -26,26 +26,19 @@ def make_fitting(
 
     Raises CapacityError that says what to ask for instead.
     """
-    memory = config.memory
-    sizes = memory.resolve(facts)
+    is_automatic = config.memory.enabled and config.memory.budget_tokens is None
+    sizes = config.memory.resolve(facts)
     while True:
         try:
-            made = make(sizes)
-            if isinstance(made, TieredMemory):
-                try:
-                    rehearse(made)
-                except BaseException:
-                    made.close()
-                    raise
-            return sizes, made
+            return sizes, _tried(make(sizes))
         except HostCapacityError:
             raise
         except CapacityError as error:
-            smaller = None
-            if memory.enabled and memory.budget_tokens is None:
-                smaller = _smaller(config, facts, sizes)
+            smaller = _smaller(config, facts, sizes) if is_automatic else None
             if smaller is None:
-                raise CapacityError(f"{error}; try {_advice(model, config, sizes)}") from error
+                raise CapacityError(
+                    f"{error}; try {advice(model, config, facts, sizes)}"
+                ) from error
             _log.warning(
                 "a pool of %d tokens did not fit after all, so it is %d: %s",
                 sizes.pool_tokens,
@@ -53,6 +46,17 @@ def make_fitting(
                 error,
             )
             sizes = smaller
+
+
+def _tried(memory: Memory) -> Memory:
+    """The same, once it has run."""
+    try:
+        if isinstance(memory, TieredMemory):
+            rehearse(memory)
+    except BaseException:
+        memory.close()
+        raise
+    return memory
 
 
 def _smaller(config: EngineConfig, facts: MemoryFacts, sizes: PoolSizes) -> PoolSizes | None:
@@ -64,8 +68,8 @@ def _smaller(config: EngineConfig, facts: MemoryFacts, sizes: PoolSizes) -> Pool
     return found if found.n_budget_blocks >= 2 and found.n_slots < sizes.n_slots else None
 
 
-def _advice(model: Model, config: EngineConfig, sizes: PoolSizes) -> str:
-    """Settings that take less of the device."""
+def advice(model: Model, config: EngineConfig, facts: MemoryFacts, sizes: PoolSizes) -> str:
+    """Settings that take less of the device; none where all are as small as can be."""
     memory = config.memory
     ways = [f"ubatch_tokens={memory.ubatch // 2}"] if memory.ubatch >= 64 else []
     if not memory.enabled:
@@ -73,7 +77,7 @@ def _advice(model: Model, config: EngineConfig, sizes: PoolSizes) -> str:
     elif sizes.n_budget_blocks > 2:
         budget = max(2, sizes.n_budget_blocks * 3 // 4) * sizes.block_tokens
         ways.insert(0, f"budget_tokens={budget}")
-    if config.model.n_gpu_layers != 0:
+    if any(not place.is_host for place in facts.places):
         n_most = model.n_layer + model.n_layer_nextn + 1  # the output counts, too
         n_layers = config.model.n_gpu_layers if config.model.n_gpu_layers > 0 else n_most
         ways.append(f"n_gpu_layers={min(n_layers, n_most) * 7 // 8}")
