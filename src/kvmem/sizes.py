@@ -11,7 +11,7 @@ from kvmem.errors import ConfigError
 if TYPE_CHECKING:
     from kvmem.config import MemoryConfig
 
-__all__ = ["MemoryFacts", "Place", "PoolSizes", "resolve", "size_text", "workspace_of"]
+__all__ = ["MemoryFacts", "Place", "PoolSizes", "largest_pool", "resolve", "workspace_of"]
 
 MAX_AUTO_RESERVE_TOKENS = 16_384
 DEFAULT_RECENT_TOKENS = 128
@@ -227,8 +227,8 @@ def _resolve_pool(
             raise ConfigError(
                 "budget_tokens",
                 "auto",
-                f"at least one block, but of the {size_text(tightest.free_bytes)} that are free on "
-                f"{_called(tightest)} {size_text(beside)} are for buffers and kept free, and a "
+                f"at least one block, but of the {_size(tightest.free_bytes)} that are free on "
+                f"{_called(tightest)} {_size(beside)} are for buffers and kept free, and a "
                 f"block needs {block * tightest.kv_bytes_per_token}",
             )
     if reserve is None:
@@ -241,9 +241,7 @@ def _resolve_pool(
     for place in facts.holders:
         if (budget + reserve) * block > place.most_tokens():
             most = max(0, place.most_tokens() // block - reserve) * block
-            buffers = (
-                f"{size_text(place.bytes_beside((budget + reserve) * block))} of them for buffers"
-            )
+            buffers = f"{_size(place.bytes_beside((budget + reserve) * block))} of them for buffers"
             if not place.is_host and config.ubatch >= 64:
                 buffers += f"; ubatch_tokens={config.ubatch // 2} needs less"
             raise ConfigError(
@@ -281,7 +279,7 @@ def _resolve_host(
             raise ConfigError(
                 "host_limit_bytes",
                 given,
-                f"from {size_text(least)} (a block) to the machine's {size_text(facts.host_bytes)}",
+                f"from {_size(least)} (a block) to the machine's {_size(facts.host_bytes)}",
             )
         return given
     used = sum(place.bytes_of(pool_tokens) for place in facts.places if place.is_host)
@@ -291,7 +289,7 @@ def _resolve_host(
         raise ConfigError(
             "host_limit_bytes",
             "auto",
-            f"at least {size_text(least)} (a block), but {size_text(max(0, free))} are "
+            f"at least {_size(least)} (a block), but {_size(max(0, free))} are "
             "left beside the pool",
         )
     return int(HOST_FRACTION * free)
@@ -301,7 +299,7 @@ def _called(place: Place) -> str:
     return place.name or "the machine"
 
 
-def size_text(n_bytes: int) -> str:
+def _size(n_bytes: int) -> str:
     mib = n_bytes / (1 << 20)
     if n_bytes >= GIB:
         return f"{n_bytes / GIB:.1f} GiB"
