@@ -1,5 +1,9 @@
 """Cells chosen from outside: batches that do not fit, and contexts that must stay stock."""
 
+import ctypes
+import os
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,3 +128,48 @@ def test_contexts_of_other_threads_are_stock_meanwhile(tiny_llama: Path) -> None
                 assert LlamaPort(tiered).n_slots == 2
     thread.join()
     assert faults == []
+
+
+@pytest.fixture(scope="module")
+def fitting(tmp_path_factory: pytest.TempPathFactory, root: Path) -> ctypes.CDLL:
+    """llama.cpp's fitting of parameters over our libraries, compiled for this."""
+    compiler, tree = shutil.which(os.environ.get("CXX", "c++")), root / "vendor" / "llama.cpp"
+    if compiler is None or not (tree / "common").is_dir():
+        pytest.skip("needs a C++ compiler and vendor/llama.cpp; scripts/vendor-llama fetches it")
+    lib = library().parent
+    target = tmp_path_factory.mktemp("fitting") / "autofit.so"
+    sources = (Path(__file__).with_name("autofit.cpp"), tree / "common/fit.cpp",
+               tree / "common/json.cpp")  # fmt: skip
+    folders = [f"-I{tree / name}" for name in ("common", "include", "ggml/include", "vendor")]
+    libraries = ("-lkvmem-llama", "-lkvmem-ggml", "-lkvmem-ggml-base", f"-Wl,-rpath,{lib}")
+    subprocess.run(
+        [compiler, "-std=c++17", "-O0", "-shared", "-fPIC", "-fvisibility=hidden", *folders,
+         "-o", target, *sources, f"-L{lib}", *libraries],
+        check=True,
+    )  # fmt: skip
+    return ctypes.CDLL(str(target))
+
+
+def library() -> Path:
+    """libkvmem-llama as this process has mapped it."""
+    with open("/proc/self/maps") as maps:
+        return next(Path(line.split()[-1]) for line in maps if "libkvmem-llama.so" in line)
+
+
+@pytest.mark.slow
+def test_the_fitting_of_parameters_never_meets_the_factory(
+    fitting: ctypes.CDLL, tiny_llama: Path, tiny_gemma3: Path
+) -> None:
+    """common_fit_params makes contexts of its own, here in the thread that arms the factory."""
+    path = str(tiny_llama).encode()
+    assert fitting.fit(path) == 0
+    with Model(tiny_llama) as model, Model(tiny_gemma3) as refused:
+        with Context(model, n_ctx=512, n_cells=64, block_tokens=BLOCK):
+            assert fitting.fit(path) == 0
+        with pytest.raises(ModelError):
+            Context(refused, n_ctx=512, n_cells=64, block_tokens=BLOCK)
+        assert fitting.fit(path) == 0
+        with Context(model, n_ctx=256) as stock:
+            assert is_stock(stock, 256)
+        # the control: a factory that is left armed is asked, and the fitting fails
+        assert fitting.fit_while_armed(path) > 0
