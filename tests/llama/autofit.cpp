@@ -26,8 +26,7 @@ void common_log_add_json(common_log *, const char *, const common_json &) {}
 
 static int n_asked;
 
-static llama_memory_i * refuse(
-        const llama_model &, const llama_memory_params &, const llama_cparams &, void *) {
+static llama_memory_i * refuse(const llama_model &, const llama_memory_params &, const llama_cparams &, void *) {
     ++n_asked;
     throw std::runtime_error("a factory that was left armed");
 }
