@@ -138,8 +138,8 @@ class Bars:
     """What is wanted of SmolLM2-135M at one size.
 
     gold_recall, gold_rank, kl_nats, kle, of_full: of `fused` from the first pass, calibrated where
-    that was measured. picked: gold recall of calibrated heads from the first pass. ideal: of all
-    heads alone with the ideal query, and lead: by how much they lead `cosine` on paraphrased ones.
+    that was measured. picked: gold recall of calibrated heads from the first pass; ideal: of all
+    heads alone with the ideal query. lead: of either over `cosine` on paraphrased questions.
     """
 
     gold_recall: float
@@ -190,13 +190,13 @@ def gates(rows: Sequence[Row], size: Size) -> list[Gate]:
         ]
         if fused.n >= LEAST_FORCED:
             found.append(Gate(name, "forced, of full", fused.of_full, bars.of_full, True))
-    if picked := by_name.get("heads* @first"):
-        found.append(Gate(picked.policy, "gold recall", picked.gold_recall.mean, bars.picked, True))
-    if heads := by_name.get("heads alone @ideal"):
-        found.append(Gate(heads.policy, "gold recall", heads.gold_recall.mean, bars.ideal, True))
+    for policy, bar in (("heads* @first", bars.picked), ("heads alone @ideal", bars.ideal)):
+        if (heads := by_name.get(policy)) is None:
+            continue
+        found.append(Gate(policy, "gold recall", heads.gold_recall.mean, bar, True))
         if cosine := by_name.get("cosine @ideal"):
             lead = heads.paraphrase_recall.mean - cosine.paraphrase_recall.mean
-            found.append(Gate(heads.policy, "lead over cosine, paraphrased", lead, bars.lead, True))
+            found.append(Gate(policy, "lead over cosine, paraphrased", lead, bars.lead, True))
     return found
 
 
