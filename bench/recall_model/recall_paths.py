@@ -146,7 +146,10 @@ def _last_words(*, alone: bool) -> Path:
             query = tap.finish()[0]
         if not alone:
             query = question.query.join(query)
-        selection = passage.choose(query, start, keep_from=question.span.start)
+        asked = question.span.start
+        n_asked = memory.n_blocks_of(n_total) - asked // memory.block_tokens
+        fits = n_asked < memory.budget_blocks
+        selection = passage.choose(query, start, keep_from=asked if fits else None)
         memory.truncate(start)
         passage.apply(selection)
         yield from passage.read_to(n_total, phase="replay_s")
