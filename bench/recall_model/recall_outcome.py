@@ -183,7 +183,7 @@ def print_rows(
 
 def raw(setting: Setting, outcome: Outcome) -> Iterator[dict[str, Any]]:
     """A record for each conversation; fields of the setting where not usual."""
-    usual = asdict(Setting(policy=""))
+    usual = asdict(Setting(policy="", divisor=0, block_tokens=0))  # these are always said
     how = {k: v for k, v in asdict(setting).items() if v != usual[k] and k != "model"}
     for conversation in dict.fromkeys(a.conversation for a in outcome.answers):
         answers = [a for a in outcome.answers if a.conversation == conversation]

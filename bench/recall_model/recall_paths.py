@@ -17,6 +17,7 @@ from kvmem.engine import retrieve
 from kvmem.engine.events import PromptProgress
 from kvmem.engine.memory import TieredMemory
 from kvmem.engine.passage import Passage
+from kvmem.engine.prompt import Prompt
 from kvmem.engine.reading import PromptReader
 from kvmem.engine.retrieve import QueryTap
 from kvmem.kv.query import Query
@@ -158,10 +159,24 @@ def _last_words(*, alone: bool) -> Path:
     return patch.object(PromptReader, "_read_below_question", read)
 
 
+def _opening_silent() -> Path:
+    """What opens the reply asks nothing, where the last tokens ask, either."""
+    name = "_content"
+    plain: Callable[..., tuple[range, bool, str]] = getattr(PromptReader, name)
+
+    def content(reader: PromptReader, prompt: Prompt) -> tuple[range, bool, str]:
+        asked, is_question, why = plain(reader, prompt)
+        stop = max(asked.start + 1, min(asked.stop, prompt.spans[-1].span.stop))
+        return range(asked.start, stop), is_question, why
+
+    return patch.object(PromptReader, name, content)
+
+
 PATHS: Final[dict[str, tuple[Callable[[], Path], dict[str, str]]]] = {
     "as served": (nullcontext, {}),
     "legacy replay": (nullcontext, {"query_replay": "legacy"}),
     "legacy": (nullcontext, {"query_replay": "legacy", "query_policy": "legacy"}),
+    "legacy replay, opening silent": (_opening_silent, {"query_replay": "legacy"}),
     "no replay": (_never_returns, {}),
     "question alone": (_question_alone, {}),
     "never kept": (_never_kept, {}),
