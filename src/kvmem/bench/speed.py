@@ -181,6 +181,8 @@ class SpeedRecord:
     bytes_out: of the blocks that were stored on the way. to_host_per_s: over the seconds that
     storing took; of_ceiling: over the machine's plain copy to the host. None where none was, and
     in old records.
+    summaries_s: what a worker still took, behind `seconds`, for the summaries of these blocks, as
+    it does while more is read; CPU time has them in `seconds`.
     """
 
     system: System
@@ -192,6 +194,7 @@ class SpeedRecord:
     bytes_out: int = 0
     to_host_per_s: float | None = None
     of_ceiling: float | None = None
+    summaries_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -250,6 +253,7 @@ class _Measured:
     seconds: float
     bytes_out: int = 0
     store_s: float = 0.0
+    summaries_s: float = 0.0
 
 
 class _Runner(Protocol):
@@ -315,6 +319,7 @@ class _Loaded:
             bytes_out=measured.bytes_out,
             to_host_per_s=rate,
             of_ceiling=None if rate is None else rate / self.ceilings[1],
+            summaries_s=measured.summaries_s,
         )
 
     def _ask(
@@ -465,15 +470,20 @@ class _Tiered:
         started = self._clock()
         if phase == "prefill":
             self._session.read(tokens)
-            memory.index.flush()  # a worker makes the summaries
+            if self._clock is process_time:
+                memory.index.flush()
         else:
             self._write(tokens, first_own)
         seconds = self._clock() - started
+        waits = perf_counter()
+        memory.index.flush()  # a worker makes the summaries
+        summaries_s = perf_counter() - waits
         n_stored = memory.working_set.n_sealed - n_sealed
         measured = _Measured(
             seconds=seconds,
             bytes_out=n_stored * memory.port.payload_bytes,
             store_s=memory.store_s,
+            summaries_s=summaries_s,
         )
         self._session.truncate(n_history)
         return measured
