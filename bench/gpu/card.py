@@ -1,10 +1,11 @@
-"""What other cards would need: from a task that was measured, with other weights and pools.
+"""What other cards would need: from memory that was measured, with other weights and pools.
 
-    python bench/gpu/card.py tools.jsonl [tools-drafts.jsonl]
+    python bench/gpu/card.py states.jsonl tools.jsonl
 
-Weights and pool are put in the place of those of the run; all else (recurrent state, buffers for
-computing and staging, CUDA itself) is taken as measured. Buffers shrink with the pool, so a smaller
-one needs a little less than this.
+The first is `drafts.py --alone`'s, the second a tool task's, of which only the growth from its
+first round to its peak is taken. Weights and pool are put in the place of those of the run; all
+else (recurrent state, buffers for computing and staging, CUDA itself) is taken as measured.
+Buffers shrink with the pool, so a smaller one needs a little less than this.
 """
 
 import argparse
@@ -23,8 +24,8 @@ CELLS = ((36_864, 16_384), (24_576, 8_192), (12_288, 4_096))
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """A run of `kvmem bench agent` on a GPU. used: the most in use on it, by all.
+class Measured:
+    """An engine on a GPU. used: all that was in use on it, by anyone, at its most.
 
     pool: K and V of the pool, the draft head's with them. weights: on the device.
     """
@@ -40,20 +41,24 @@ class Task:
         return rest + weights + self.pool * pool_tokens // self.pool_tokens
 
 
-def load(path: Path, matrices: Q = Q.IQ4_XS) -> Task:
-    """The run in a file; its model is shape27b.py's, with these weights."""
-    first, *lines = read_jsonl(path)
+def load(states: Path, task: Path, matrices: Q = Q.IQ4_XS) -> dict[str, Measured]:
+    """By what drafts are rolled back with; the model is shape27b.py's, with these weights."""
+    first, *lines = read_jsonl(states)
     settings: dict[str, Any] = first["settings"]
-    rounds = [line for line in lines if line.get("system") == "kvmem"]
-    return Task(
-        used=max(line["gpu_used_bytes"] for line in rounds),
-        pool=rounds[-1]["device_bytes"],
-        pool_tokens=settings["budget_tokens"] + settings["reserve_tokens"],
-        weights=sizes(matrices).on_device,
-    )
+    taken = [line["gpu_bytes"] for line in read_jsonl(task) if line.get("system") == "kvmem"]
+    return {
+        line["system"]: Measured(
+            used=round(line["in use on the GPU MiB"] * MIB) + max(taken) - taken[0],
+            pool=round(line["KV MiB"] * MIB),
+            pool_tokens=settings["budget"] + settings["reserve"],
+            weights=sizes(matrices).on_device,
+        )
+        for line in lines
+        if line.get("what") == "memory"
+    }
 
 
-def rows(tasks: dict[str, Task]) -> list[dict[str, Any]]:
+def rows(measured: dict[str, Measured]) -> list[dict[str, Any]]:
     """By weights, pool and drafts. spare: of a card of 16 GiB."""
     return [
         {
@@ -66,8 +71,8 @@ def rows(tasks: dict[str, Task]) -> list[dict[str, Any]]:
         }
         for matrices in (Q.IQ4_XS, Q.IQ3_S)
         for budget, reserve in CELLS
-        for drafts, task in tasks.items()
-        for needed in [task.needs(sizes(matrices).on_device, budget + reserve)]
+        for drafts, engine in measured.items()
+        for needed in [engine.needs(sizes(matrices).on_device, budget + reserve)]
     ]
 
 
@@ -75,13 +80,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("plain", type=Path, help="records of the task without drafts")
-    parser.add_argument("drafts", type=Path, nargs="?", help="and with them")
+    parser.add_argument("states", type=Path)
+    parser.add_argument("task", type=Path)
     arguments = parser.parse_args()
-    tasks = {"no": load(arguments.plain)}
-    if arguments.drafts:
-        tasks["yes"] = load(arguments.drafts)
-    for row in rows(tasks):
+    for row in rows(load(arguments.states, arguments.task)):
         print(row)
 
 

@@ -17,7 +17,7 @@ import typer
 from gguf import GGMLQuantizationType as Q
 from typer.core import TyperGroup
 
-from kvmem.bench.record import read_jsonl, write_jsonl
+from kvmem.bench.record import write_jsonl
 from kvmem.bench.saved import load_runs
 from kvmem.bench.speed import SpeedSpec
 from kvmem.cli.bench import bench
@@ -176,17 +176,33 @@ def test_the_shape_is_a_model_and_its_bytes_are_told(
 
 
 def test_another_card_has_its_own_weights_and_pool(tmp_path: Path) -> None:
-    path = tmp_path / "tools.jsonl"
-    settings = {"budget_tokens": 36_864, "reserve_tokens": 16_384}
-    lines = [
-        {"system": "kvmem", "gpu_used_bytes": used, "device_bytes": 1768 << 20}
-        for used in (16_600 << 20, 16_609 << 20, 16_605 << 20)
-    ]
-    write_jsonl(path, [{"record": "environment", "settings": settings}, *lines])
-    assert len(read_jsonl(path)) == 4
-    rows = {(r["weights"], r["budget"]): r["MiB"] for r in card.rows({"no": card.load(path)})}
+    states, task = tmp_path / "states.jsonl", tmp_path / "tools.jsonl"
+    where = {"settings": {"budget": 36_864, "reserve": 16_384}}
+    used = {"system": "no drafts", "in use on the GPU MiB": 16_600.0, "KV MiB": 1768.0}
+    write_jsonl(states, [where, {"what": "memory", **used}, {"what": "else"}])
+    grown = [{"system": "kvmem", "gpu_bytes": n << 20} for n in (16_000, 16_009, 16_005)]
+    write_jsonl(task, [where, *grown])
+    rows = {(r["weights"], r["budget"]): r["MiB"] for r in card.rows(card.load(states, task))}
     assert rows["IQ4_XS", 36_864] == 16_609
-    # two thirds of the cells are 1088 MiB of 1768
+    # of 53,248 cells 32,768 are kept
     assert rows["IQ4_XS", 24_576] == 16_609 - 1768 + 1768 * 32_768 // 53_248
     smaller = (shape27b.sizes(Q.IQ4_XS).all - shape27b.sizes(Q.IQ3_S).all) / (1 << 20)
     assert rows["IQ3_S", 36_864] == pytest.approx(16_609 - smaller, abs=1)
+
+
+def test_the_page_has_what_is_computed_from_the_kept_rows(root: Path) -> None:
+    kept = root / "bench/results"
+    measured = card.load(
+        kept / "states-27b-h200-2026-12-01.jsonl", kept / "agent-27b-h200-2026-11-30.jsonl"
+    )
+    computed = {
+        (row["weights"], f"{row['budget']:,} + {row['reserve']:,}", row["drafts"]): row["MiB"]
+        for row in card.rows(measured)
+    }
+    lines = (root / "docs/gpu.md").read_text().splitlines()
+    shown = [line[2:].split(" | ") for line in lines if line.startswith(("| IQ4_XS", "| IQ3_S"))]
+    assert len(shown) == 9
+    for weights, cells, rolled_back, n_mib, fits in shown:
+        needed = computed[weights, cells, rolled_back]
+        assert int(n_mib.split()[0].replace(",", "")) == needed
+        assert fits.startswith("no") == (needed > 16_384)

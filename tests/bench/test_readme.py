@@ -2,7 +2,7 @@
 
 from itertools import takewhile
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 from kvmem.bench.record import read_jsonl
 from kvmem.bench.saved import load_recall, load_runs
@@ -105,14 +105,10 @@ def test_the_readme_says_what_the_gpu_did(root: Path) -> None:
     }
     requests = [record for record in run.requests if record.depth_tokens == depth]
     first_s: dict[tuple[str, str], float] = {
-        (row.system, row.kind): row.first_token_s for row in request_rows(requests)
+        (row.system, row.kind): row.first_token_s
+        for row in request_rows(requests)
+        if row.in_a_row == (row.kind == "warm")
     }
-    # kvmem's own are measured alone on the GPU, the first of them thrown away
-    first_s["kvmem", "warm"] = median(
-        line["first_token_ms"] / 1000
-        for line in read_jsonl(newest("first-token-27b-h200"))
-        if line["record"] == "FirstToken" and line["round"] > 0
-    )
     pool = next(record.device_bytes for record in requests if record.system == "kvmem")
     own_cells, own_gib = run.environment["settings"]["pool_tokens"], pool / (1 << 30)
     stock_gib = own_gib / own_cells * depth
