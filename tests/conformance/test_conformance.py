@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -57,11 +58,26 @@ def test_the_window_of_a_slot_is_the_workspace(monkeypatch: pytest.MonkeyPatch) 
 def test_most_of_what_llama_server_passes_applies() -> None:
     frozen = (HERE / "genuine.txt").read_text(encoding="utf-8").splitlines()
     scope = tomllib.loads((HERE / "scope.toml").read_text(encoding="utf-8"))
-    parts = [(name, name.partition("[")[0], name.partition("::")[0]) for name in frozen]
-    asked = [names[0] for names in parts if not any(part in scope for part in names)]
+    asked = [name for name in frozen if not is_left_out(name, scope)]
     assert max(Counter(frozen).values()) == 1
     assert len(asked) > 0.8 * len(frozen)
     assert all(reason for reason in scope.values())
+
+
+def test_the_page_is_of_the_scope_and_of_a_commit() -> None:
+    page = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    results = page.partition("<!-- results: written by scripts/conformance -->\n")[2]
+    assert re.match(r"Of commit [0-9a-f]{10,}, 20\d\d-\d\d-\d\d\.\n", results)
+    frozen = (HERE / "genuine.txt").read_text(encoding="utf-8").splitlines()
+    scope = tomllib.loads((HERE / "scope.toml").read_text(encoding="utf-8"))
+    told = re.findall(r"^\| `(test_.+)` \| \d+ \| .+ \| (.+) \|$", results, re.MULTILINE)
+    assert dict(told[-len(scope) :]) == scope
+    asked = [name for name in frozen if not is_left_out(name, scope)]
+    assert re.search(rf"^\| all \| \d+ \| \d+ \| {len(asked)} \| \d+ \|$", results, re.MULTILINE)
+
+
+def is_left_out(name: str, scope: dict[str, str]) -> bool:
+    return any(part in scope for part in (name, name.partition("[")[0], name.partition("::")[0]))
 
 
 def test_the_llama_server_of_comparison_is_that_of_the_pin() -> None:
