@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 from engines import make_config, random_tokens, record
 
@@ -119,8 +120,13 @@ def test_a_plan_counts_on_each_device_what_a_start_takes(
         for place in plan.facts.places:
             share = shares.pop(place.name)
             n_tokens = engine.sizes.pool_tokens
-            assert place.weight_bytes == share.weights
-            assert place.kv_bytes_per_token * n_tokens == share.cells
+            if share.device or devices.current().name != "part":
+                assert place.weight_bytes == share.weights
+            else:  # mapped with what lies between: tests/llama/test_shares.py
+                assert place.weight_bytes < share.weights < config.model.path.stat().st_size
+            # CUDA fills up the last row of a quantised tensor; a plan spreads that over the tokens
+            assert 0 <= place.kv_bytes_per_token * n_tokens - share.cells < n_tokens
+            assert share.device or place.kv_bytes_per_token * n_tokens == share.cells
             assert place.state_bytes == share.states
             assert place.compute_bytes_of(n_tokens) == share.compute
             if share.device:
