@@ -450,25 +450,26 @@ def test_several_replies(client: OpenAI) -> None:
     assert streamed == texts
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_two_calls_in_one_reply(tmp_path: Path, stream: bool) -> None:
+def test_two_calls_in_one_reply(tmp_path: Path) -> None:
     """As pieces they are told apart by their index alone."""
     path = write_handset(tmp_path / "calls.gguf", script=TWO_CALLS, start=LINE_BREAK)
+    fields: dict[str, Any] = {"model": "any", "messages": HI, "tools": [LOOK]}
     with (
         serving("-m", str(path), *ARGS, "--temp", "0") as server,
         client_of(server.address()) as client,
     ):
-        fields: dict[str, Any] = {"model": "any", "messages": HI, "tools": [LOOK]}
-        if stream:
-            with client.chat.completions.stream(**fields) as chunks:
-                [choice] = chunks.get_final_completion().choices
-        else:
-            [choice] = client.chat.completions.create(**fields).choices
-    calls: Any = choice.message.tool_calls
-    assert [json.loads(call.function.arguments)["place"] for call in calls] == ["Oslo", "Rome"]
-    assert [(call.type, call.function.name) for call in calls] == [("function", "look")] * 2
-    assert calls[0].id != calls[1].id
-    assert choice.finish_reason == "tool_calls"
+        [whole] = client.chat.completions.create(**fields).choices
+        with client.chat.completions.stream(**fields) as chunks:
+            [joined] = chunks.get_final_completion().choices
+    choices: list[Any] = [whole, joined]
+    ids = set()
+    for choice in choices:
+        calls = choice.message.tool_calls
+        assert [json.loads(call.function.arguments)["place"] for call in calls] == ["Oslo", "Rome"]
+        assert [(call.type, call.function.name) for call in calls] == [("function", "look")] * 2
+        assert choice.finish_reason == "tool_calls"
+        ids |= {call.id for call in calls}
+    assert len(ids) == 4
 
 
 def test_errors_have_the_clients_types(client: OpenAI) -> None:

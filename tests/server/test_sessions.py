@@ -259,6 +259,7 @@ def test_who_leaves_while_the_prompt_is_read_finds_it_read(
     assert n_read - BATCH <= usage["prompt_cache_hit_tokens"] <= n_read + BATCH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["512", "8192"])
 def test_what_was_left_and_asked_again_is_what_a_fresh_server_says(
     tiny_llama: Path, budget: str
@@ -316,12 +317,13 @@ def test_a_stream_is_never_silent_for_long(server: tuple[Server, tuple[str, int]
     assert max(gaps) < 2
 
 
+@pytest.mark.slow
 def test_a_client_that_waits_three_seconds_for_a_byte_gets_its_reply(
     server: tuple[Server, tuple[str, int]],
 ) -> None:
     """Case R09: OpenAI's, with a prompt that is read for longer than that."""
     _, (host, port) = server
-    words = " ".join(f"x{(i * 41) % 983}" for i in range(9000))
+    words = " ".join(f"x{(i * 41) % 983}" for i in range(12_000))
     fields: dict[str, Any] = {
         "model": "any", "messages": [{"role": "user", "content": words}], "max_tokens": 8,
         "temperature": 0, "reasoning_effort": "none", "extra_body": {"ignore_eos": True},
