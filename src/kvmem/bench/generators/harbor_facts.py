@@ -38,7 +38,12 @@ SHIPS: Final = (
 CLUBS: Final = ("rowing club", "chess club", "brass band", "garden society")
 TRAINS: Final = ("night train", "mail boat", "express bus", "cable car")
 OFFICES: Final = ("museum", "library", "bank", "post office")
-DISTRICTS: Final = ("island", "valley", "old quarter", "fishing village", "north shore")
+PAINTED: Final = ("new ferry", "water tower", "school bus", "town flag", "fire engine")
+COLOURS: Final = (
+    "red", "blue", "green", "yellow", "purple", "orange", "black", "white", "pink",
+)  # fmt: skip
+BUILT: Final = ("new bridge", "town bell", "market roof", "harbour statue")
+MATERIALS: Final = ("copper", "granite", "oak", "brick", "steel", "marble", "bamboo", "glass")
 TRADES: Final = ("dentist", "plumber", "tailor", "florist", "locksmith")
 TOWNSFOLK: Final = FIRST[:6]
 """Who the stories are about; each is named in many places of a history."""
@@ -97,13 +102,9 @@ FORMS: Final = (
 """Facts that have look-alikes; `updated` below is one more kind."""
 
 PLAIN: Final = (
-    *FORMS[:5],
-    Form.short(
-        "population",
-        "population of the {x}",
-        DISTRICTS,
-        lambda rng: f"{rng.randrange(1, 10)},{digits(rng, 3)}",
-    ),
+    *FORMS[1:5],
+    Form.short("colour", "colour of the {x}", PAINTED, lambda rng: rng.choice(COLOURS)),
+    Form.short("material", "material of the {x}", BUILT, lambda rng: rng.choice(MATERIALS)),
 )
 """What a model of 135 million parameters can look up; each kind once in a history."""
 
