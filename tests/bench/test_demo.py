@@ -1,8 +1,10 @@
 """`kvmem demo` on a tiny model: three ways to hold one history, told apart."""
 
 from pathlib import Path
+from statistics import fmean
 
 import pytest
+from kept import kept_demos
 
 from kvmem.bench.demo import Asked, DemoSpec, Result, Sight, run_demo, strip
 from kvmem.bench.generators.harbor import Harbor
@@ -91,3 +93,13 @@ def test_five_seeds_give_six_kinds_of_facts_each(tiny_llama: Path) -> None:
         for seed in range(5):
             prompt = make_prompt(Harbor(), vocab, WorkloadSpec(n_tokens=8192, plain=True), seed)
             assert len({question.kind for question in prompt.questions}) == 6
+
+
+def test_the_kept_demos_over_five_seeds_meet_their_bar() -> None:
+    """Five of six over the five seeds; the newest blocks alone at most two on any."""
+    rights = kept_demos()
+    assert list(rights) == [0, 1, 2, 3, 4]
+    for name in ("kvmem", "full cache"):
+        assert fmean(right[name] for right in rights.values()) >= 5
+        assert min(right[name] for right in rights.values()) >= 4
+    assert max(right["newest blocks"] for right in rights.values()) <= 2

@@ -8,6 +8,7 @@ from time import process_time
 from typing import Literal
 
 import pytest
+from kept import kept_demos
 
 from kvmem.bench.agent import AgentSpec, run_agent
 from kvmem.bench.demo import DemoSpec, run_demo
@@ -72,9 +73,12 @@ def test_recall_is_what_it_was_and_mixed_up_parts_lose_it(demo_model: Path) -> N
 
 
 def test_the_demo_recalls_what_recency_has_lost(demo_model: Path) -> None:
-    right = {r.name: r.n_right for r in run_demo(DemoSpec(model=demo_model, seed=4))}
-    assert right["full cache"] >= 5
-    assert right["kvmem"] >= 5
+    """The worst of the five kept seeds, live."""
+    kept = kept_demos()
+    seed = min(kept, key=lambda seed: kept[seed]["kvmem"])
+    right = {r.name: r.n_right for r in run_demo(DemoSpec(model=demo_model, seed=seed))}
+    assert right["full cache"] >= kept[seed]["full cache"]
+    assert right["kvmem"] >= kept[seed]["kvmem"]
     assert right["newest blocks"] <= 2
 
 
