@@ -26,7 +26,8 @@ pytestmark = pytest.mark.usefixtures("device")
 
 BLOCK = 128
 N_TOKENS = 6 * BLOCK
-TOLERANCE = {"f16": 2e-4, "q8_0": 1e-3, "q5_0": 8e-3, "q4_0": 1.5e-2}
+TOLERANCE = {"f16": 4e-5, "q8_0": 6e-4, "q5_0": 5e-3, "q4_0": 1.1e-2}
+"""Of a block's mean key. The largest seen of 42 blocks each: 2.4e-5, 5.7e-4, 4.2e-3, 9.5e-3."""
 INT8 = 6e-3
 """Half a step of 1/127 of a slice's largest value, relative to the RMS of its mean key."""
 
