@@ -16,6 +16,8 @@ KvmemError
 `-- Cancelled              the caller stopped the work
 """
 
+from typing import Any
+
 __all__ = [
     "Cancelled",
     "CapacityError",
@@ -36,6 +38,14 @@ __all__ = [
 
 class KvmemError(Exception):
     """Base of all errors that kvmem raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Past __init__, which need not take the message: a worker's error is its parent's, too."""
+        return _without_init, (type(self), *self.args), vars(self)
+
+
+def _without_init(kind: type[KvmemError], *args: object) -> KvmemError:
+    return kind.__new__(kind, *args)
 
 
 class ConfigError(KvmemError):
