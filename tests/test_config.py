@@ -81,6 +81,16 @@ def test_rules_of_the_blocks_do_not_bind_without_the_memory() -> None:
     assert MemoryConfig(enabled=False, budget_tokens=1).enabled is False
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("name", ["type_k", "type_v"])
+def test_an_unknown_type_is_refused_with_and_without_the_memory(name: str, enabled: bool) -> None:
+    fields: dict[str, Any] = {name: "bogus"}
+    rule = f"{name} is bogus, but must be one of f32, f16, q8_0, q5_0, q4_0"
+    with pytest.raises(ConfigError, match=rule):
+        MemoryConfig(enabled=enabled, **fields)
+    assert MemoryConfig(enabled=False, type_k="q8_0", type_v="f16").type_v == "f16"
+
+
 def test_a_budget_between_two_blocks_is_floored_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

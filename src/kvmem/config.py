@@ -132,8 +132,8 @@ class MemoryConfig:
         _one_of("scorer", self.scorer, get_args(Scorer))
         _one_of("query_replay", self.query_replay, get_args(QueryReplay))
         _one_of("query_policy", self.query_policy, get_args(QueryPolicy))
-        if self.enabled:
-            _require_pair("type_k", self.type_k, "type_v", self.type_v)
+        # plain llama.cpp takes any two
+        _require_pair("type_k", self.type_k, "type_v", self.type_v, may_mix=not self.enabled)
         _one_of("flash_attn", self.flash_attn, get_args(FlashAttention))
         if self.type_v not in FLOAT_KV_TYPES and self.flash_attn == "off":
             raise ConfigError("flash_attn", "off", f"on or auto with type_v={self.type_v}")
@@ -325,9 +325,13 @@ def _one_of(setting: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(setting, value, f"one of {', '.join(allowed)}")
 
 
-def _require_pair(name_k: str, type_k: str, name_v: str, type_v: str) -> None:
+def _require_pair(
+    name_k: str, type_k: str, name_v: str, type_v: str, *, may_mix: bool = False
+) -> None:
     """Types that K and V can have together."""
     _one_of(name_k, type_k, get_args(KvType))
     _one_of(name_v, type_v, get_args(KvType))
-    if type_k != type_v and (type_k in FLOAT_KV_TYPES or type_v in FLOAT_KV_TYPES):
+    if may_mix or type_k == type_v:
+        return
+    if type_k in FLOAT_KV_TYPES or type_v in FLOAT_KV_TYPES:
         raise ConfigError(name_v, type_v, f"as {name_k}={type_k}, where one of them is a float")
