@@ -10,7 +10,8 @@ import pytest
 from kvmem.chat.thinking import Thinking
 from kvmem.cli.app import execute
 from kvmem.cli.faults import LATER, OTHER_VARIABLES, RENAMED
-from kvmem.cli.options import EngineOptions, SamplingOptions
+from kvmem.cli.options import EngineOptions
+from kvmem.cli.sampling_options import SamplingOptions
 from kvmem.config import MemoryConfig
 from kvmem.errors import ConfigError
 

@@ -3,7 +3,8 @@
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
-from kvmem.cli.options import EngineOptions, SamplingOptions
+from kvmem.cli.options import EngineOptions
+from kvmem.cli.sampling_options import SamplingOptions
 from kvmem.cli.server_options import ServerOptions
 
 __all__ = ["option_tables"]

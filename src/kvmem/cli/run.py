@@ -11,7 +11,8 @@ from typer import Option
 from kvmem.chat.reply import Delta, ReplyMessage
 from kvmem.chat.request import RequestDefaults, parse_chat_request
 from kvmem.cli import logs
-from kvmem.cli.options import EngineOptions, SamplingOptions
+from kvmem.cli.options import EngineOptions
+from kvmem.cli.sampling_options import SamplingOptions
 from kvmem.cli.takes import takes
 from kvmem.engine.events import Done, PromptProgress, TokenEvent
 from kvmem.engine.stats import RequestStats

@@ -15,8 +15,9 @@ from typer import Option
 
 from kvmem.cli import logs
 from kvmem.cli.calibrate import calibrate_missing
-from kvmem.cli.options import EngineOptions, SamplingOptions
+from kvmem.cli.options import EngineOptions
 from kvmem.cli.plan import plan_of, render_plan
+from kvmem.cli.sampling_options import SamplingOptions
 from kvmem.cli.server_options import ServerOptions
 from kvmem.cli.takes import takes
 from kvmem.config import ServerConfig
