@@ -190,6 +190,8 @@ class _Normalizer:
 
     def _written_sets(self, node: Json, items: Mapping[str, Any], path: str) -> Json:
         """Arrays of different values, where they can be written out."""
+        if node.keys() & {"enum", "const", "$ref"}:  # may list arrays already
+            return node
         values = self._inlined(merge_all_of(items, self._root, self._merges))
         found = list_sets(node, dict(values))
         if found is None:
