@@ -294,6 +294,17 @@ def test_sets_come_in_any_order_where_these_can_be_counted() -> None:
     assert sets(6).narrowed == {("#", "uniqueItems"): "is written in the order of the values alone"}
 
 
+def test_many_sets_do_not_cost_the_rest_of_a_schema(model: Model) -> None:
+    sets = {"type": "array", "items": {"enum": [*range(5)]}, "uniqueItems": True}
+    some = normal_schema(obj(**{f"s{i}": sets for i in range(14)}, n={"const": 1}))
+    assert not list(find_unenforced(some, partial(check_grammar, model)))
+    assert [path for path, _ in some.narrowed] == ["#/properties/s12", "#/properties/s13"]
+    read_grammar(grammar_of(some))
+    many = obj(**{f"s{i}": sets for i in range(60)}, n={"const": 1})
+    assert {keyword for _, keyword in lost(model, many)} == {"uniqueItems"}
+    assert normal_schema(many).schema["required"] == many["required"]
+
+
 def test_a_branch_is_narrowed_to_what_tells_it_apart() -> None:
     """Without its kind, a cat would be a dog too: pydantic has no required field with a default."""
     values = values_of({"oneOf": [CAT, {**DOG, "required": []}]})

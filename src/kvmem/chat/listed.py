@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from kvmem.chat.contradictions import nothing
 from kvmem.chat.keywords import demands_of, is_number, numbers_of
-from kvmem.chat.values import is_equal, is_kind, is_of_type, key_of
+from kvmem.chat.values import count_values, is_equal, is_kind, is_of_type, key_of
 
 __all__ = ["list_sets", "plain_values"]
 
@@ -60,12 +60,14 @@ def plain_values(node: Json) -> Json:
     return node
 
 
-def list_sets(node: Mapping[str, Any], items: Json) -> tuple[list[list[Any]], bool] | None:
+def list_sets(
+    node: Mapping[str, Any], items: Json, n_left: int
+) -> tuple[list[list[Any]], bool] | None:
     """The arrays of an array's schema whose items are different ones out of a few values, and
     whether these stand in any order; in the schema's alone where there would be too many. None
     where there still are, or where the values are not listed.
 
-    items: the schema of its items, without a reference.
+    items: the schema of its items, without a reference. n_left: the values that they may come to.
     """
     values = _few_values(plain_values(items))
     if values is None or node.get("type") != "array" or "prefixItems" in node:
@@ -76,7 +78,8 @@ def list_sets(node: Mapping[str, Any], items: Json) -> tuple[list[list[Any]], bo
     for arrange, count in ((permutations, math.perm), (combinations, math.comb)):
         if 0 < sum(count(len(values), size) for size in sizes) <= MAX_SETS:
             sets = [list(found) for size in sizes for found in arrange(values, size)]
-            return sets, arrange is permutations
+            if count_values(sets) <= n_left:
+                return sets, arrange is permutations
     return None
 
 

@@ -33,6 +33,8 @@ Json = dict[str, Any]
 
 MAX_MULTIPLES = 1000
 MAX_NODES = 20_000
+# of all sets that are written out: beyond it their demand alone is lost, and not the whole schema
+MAX_SET_VALUES = 20_000
 MAX_MERGED = 60_000
 # what may evaluate properties beside those that are named
 EVALUATING = frozenset({"anyOf", "oneOf", "allOf", "if", "dependentSchemas", "patternProperties"})
@@ -80,6 +82,7 @@ class _Normalizer:
         self._unwritten: dict[tuple[str, str], str] = {}
         self._narrowed: dict[tuple[str, str], str] = {}
         self._nodes = Steps(MAX_NODES)
+        self._n_set_values = MAX_SET_VALUES
         self._merges = Steps(MAX_MERGED)
         # what is being written out
         self._widest: tuple[str, str] | None = None
@@ -193,11 +196,11 @@ class _Normalizer:
         if node.keys() & {"enum", "const", "$ref"}:  # may list arrays already
             return node
         values = self._inlined(merge_all_of(items, self._root, self._merges))
-        found = list_sets(node, dict(values))
+        found = list_sets(node, dict(values), self._n_set_values)
         if found is None:
             return node
         sets, has_all_orders = found
-        self._nodes.spend(count_values(sets))
+        self._n_set_values -= count_values(sets)
         if not has_all_orders:
             self._narrowed[path, "uniqueItems"] = "is written in the order of the values alone"
         said = ("type", "items", "uniqueItems", "minItems", "maxItems")
