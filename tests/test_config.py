@@ -226,6 +226,47 @@ def test_a_pool_is_not_larger_than_it_may_be() -> None:
     assert pool.sources["budget_tokens"] == "auto: a larger pool did not fit"
 
 
+def on_blocks(n_blocks: int) -> Place:
+    """A host whose half holds so many."""
+    return replace(HOST, free_bytes=2 * n_blocks * 128 * 1024)
+
+
+@pytest.mark.parametrize("given", [{}, {"reserve_tokens": 256}])
+def test_a_pool_that_is_chosen_is_as_large_as_it_may_be(given: dict[str, Any]) -> None:
+    config = MemoryConfig(workspace_tokens=262144, **given)
+    for n_blocks in range(5, 700):
+        facts = on(on_blocks(n_blocks))
+        assert config.resolve(facts).n_slots == n_blocks
+        small = config.resolve(on(on_blocks(1000)), n_blocks * 128 + 127)
+        assert small.n_slots == n_blocks
+        assert given or small.n_reserve_blocks == max(1, min(n_blocks // 4, 128))
+
+
+# It has the output layer alone: no cells.
+LAST = replace(CARD, name="CUDA1", kv_bytes_per_token=0, staging_bytes=0, free_bytes=1000 * MIB)
+
+
+@pytest.mark.parametrize("budget", [None, 4096])
+def test_a_gpu_without_cells_has_room_for_its_buffers(budget: int | None) -> None:
+    """Those of the graphs, and its states; where the pool is chosen, what stays free, too."""
+    kept = 0 if budget else LAST.headroom_bytes
+    fields: dict[str, Any] = {
+        "workspace_tokens": 8192,
+        "budget_tokens": budget,
+        "reserve_tokens": 128,
+    }
+    n_tokens = (budget or 8192) + 128
+    needed = 650 * MIB + (n_tokens - 1024) * 2048 + kept
+    assert sizes(on(CARD, replace(LAST, free_bytes=needed)), **fields).pool_tokens == n_tokens
+    what = "are for buffers" if budget else "are for buffers and kept free"
+    with pytest.raises(
+        ConfigError,
+        match="n_gpu_layers is more than CUDA1 has room for, but must be less: of the "
+        rf"[\d.]+ MiB that are free there [\d.]+ MiB {what}; ubatch_tokens=256 needs less",
+    ):
+        sizes(on(CARD, replace(LAST, free_bytes=needed - 1)), **fields)
+
+
 def test_a_workspace_above_the_trained_length_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -207,6 +207,7 @@ def _resolve_pool(
     block = config.block_tokens
     whole = _whole_blocks(config, workspace)
     budget, reserve = config.budget_blocks, config.reserve_blocks
+    is_automatic, kept = budget is None, 0
     sources["reserve_tokens"] = "given"
     sources["budget_tokens"] = "given"
     if budget is None:
@@ -220,7 +221,8 @@ def _resolve_pool(
             budget = whole
             sources["budget_tokens"] = "auto: the whole workspace fits"
         else:
-            budget = pool - (reserve or _quarter(config, pool))
+            kept = reserve or _quarter(config, pool)
+            budget = pool - kept
             sources["budget_tokens"] = f"auto: {what}"
         if budget < 1:
             beside = tightest.bytes_beside(0) + tightest.headroom_bytes
@@ -232,7 +234,8 @@ def _resolve_pool(
                 f"block needs {block * tightest.kv_bytes_per_token}",
             )
     if reserve is None:
-        reserve = _auto_reserve(config, budget, whole)
+        # of a pool that was chosen, what the budget left: a quarter anew could be a block more
+        reserve = kept or _auto_reserve(config, budget, whole)
         sources["reserve_tokens"] = (
             "auto: one block, the budget holds the workspace"
             if budget >= whole
@@ -251,7 +254,27 @@ def _resolve_pool(
                 f"({place.free_bytes / GIB:.1f} of the {place.total_bytes / GIB:.1f} GiB of "
                 f"{_called(place)} are free, {buffers})",
             )
+    for place in facts.places:
+        if not place.is_host and not place.kv_bytes_per_token:
+            _check_room(config, place, (budget + reserve) * block, is_automatic=is_automatic)
     return budget, reserve
+
+
+def _check_room(
+    config: "MemoryConfig", place: Place, pool_tokens: int, *, is_automatic: bool
+) -> None:
+    """A GPU without cells has no say in the pool, but its own buffers."""
+    needed, what = place.bytes_beside(pool_tokens), "for buffers"
+    if is_automatic:
+        needed, what = needed + place.headroom_bytes, "for buffers and kept free"
+    if needed > place.free_bytes:
+        less = f"; ubatch_tokens={config.ubatch // 2} needs less" if config.ubatch >= 64 else ""
+        raise ConfigError(
+            "n_gpu_layers",
+            f"more than {place.name} has room for",
+            f"less: of the {_size(place.free_bytes)} that are free there {_size(needed)} are "
+            f"{what}{less}",
+        )
 
 
 def _whole_blocks(config: "MemoryConfig", workspace: int) -> int:

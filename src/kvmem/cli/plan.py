@@ -194,7 +194,7 @@ def _add_place(add: Callable[..., None], made: Plan, place: Place) -> None:
         add("  recurrent state", None, place.state_bytes, "of the same layers")
     add("  compute buffers", None, place.compute_bytes_of(n_tokens), batch)
     add("  staging buffers", None, place.staging_bytes, "blocks are copied through them")
-    left = max(0, place.free_bytes - place.bytes_of(n_tokens))
+    left = place.free_bytes - place.bytes_of(n_tokens)
     total = show.size(place.total_bytes)
     kept = show.size(place.headroom_bytes)
     add("  left free", None, left, f"of {total}; an automatic pool leaves {kept}")
