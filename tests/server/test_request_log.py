@@ -191,6 +191,33 @@ def test_clients_that_leave_and_a_queue_that_is_full(stream: bool) -> None:
     run(test())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_replies_that_do_not_all_find_a_place(stream: bool) -> None:
+    """None is queued, so the one line is that of the 503."""
+    backend = FakeBackend(Script(), Script(hold_at=1), Script())
+
+    async def test() -> None:
+        async with running(app_of(backend, queue_limit=3)) as app:
+            await ready(app)
+            first = Call(app, BODY)
+            await asyncio.to_thread(acquire, backend.holding)
+            queued = Call(app, {**BODY, "stream": True})
+            await queued.until(lambda: queued.status == 200)
+            with log_records("kvmem") as records:
+                refused = Call(app, {**BODY, "n": 3, "stream": stream})
+                await refused.task
+                assert b"1 requests wait already" in refused.body
+                (line,) = lines_of(records)
+                assert (line["end"], line["prompt"]) == ("503", 0)
+            first.hang_up()
+            queued.hang_up()
+            await asyncio.gather(first.task, queued.task)
+
+    run(test())
+    (line,) = lines_after(FakeBackend(), config={"queue_limit": 2}, n=3, stream=stream)
+    assert line["end"] == "400", "they would never find places"
+
+
 def test_a_client_that_leaves_while_it_sends() -> None:
     async def test() -> None:
         async with running(app_of(FakeBackend())) as app:

@@ -307,7 +307,7 @@ def test_who_comes_while_the_engine_fails_does_not_wait_for_ever(
         assert await asyncio.to_thread(loaded.wait, WAIT_S)
         monkeypatch.setattr(FairQueue, "put", put_late)
         with pytest.raises(EngineError, match="it broke"):
-            worker.submit(Prompt(tokens=(1, 2)), GenerateParams())
+            worker.submit([(Prompt(tokens=(1, 2)), GenerateParams())])
         await asyncio.to_thread(worker.stop)
 
     run(test())

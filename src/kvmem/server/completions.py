@@ -10,7 +10,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvmem.chat.completion import CompletionRequest, parse_completion_request
-from kvmem.chat.fields import FieldError
 from kvmem.chat.request import RequestDefaults
 from kvmem.chat.text import MixedText
 from kvmem.engine.events import Event, PromptProgress
@@ -28,7 +27,7 @@ from kvmem.server.reply import (
     end_on_disconnect,
     last_words,
 )
-from kvmem.server.work import Work
+from kvmem.server.work import Work, check_n_replies
 from kvmem.server.worker import EngineWorker, Generation
 
 __all__ = ["CompletionApi"]
@@ -71,10 +70,7 @@ class CompletionApi:
 
     async def _answer(self, request: Request, kind: type[Shape]) -> Response:
         asked = parse_completion_request(await read_object_body(request), self._defaults)
-        most = self._worker.queue_limit
-        if len(asked.prompts) * asked.n > most:  # they would never fit, so no 503
-            raise FieldError("prompt", f"asks for {len(asked.prompts) * asked.n} replies, but one "
-                             f"request may ask for {most}: send several")  # fmt: skip
+        check_n_replies("prompt", len(asked.prompts) * asked.n, self._worker)
         backend = self._worker.backend
         work = Work(self._worker, request)
         if asked.stream:
@@ -97,10 +93,7 @@ class CompletionApi:
         for prompt in rendered.prompts:
             if len(prompt.tokens) >= backend.n_ctx:
                 raise ContextLengthError(len(prompt.tokens), backend.n_ctx)
-        generations = [
-            work.submit(prompt, params)
-            for prompt, params in zip(rendered.prompts, rendered.params, strict=True)
-        ]
+        generations = work.submit([*zip(rendered.prompts, rendered.params, strict=True)])
         shape = kind(self._model_name, asked, rendered)
         first = await generations[0].next(FIRST_EVENT_S) if asked.stream else None
         return _Begun(generations, shape, first)

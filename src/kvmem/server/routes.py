@@ -24,7 +24,7 @@ from kvmem.server.reply import (
     read_whole,
 )
 from kvmem.server.sse import ReplyShape
-from kvmem.server.work import Work
+from kvmem.server.work import Work, check_n_replies
 from kvmem.server.worker import EngineWorker
 
 __all__ = ["META", "Api"]
@@ -87,6 +87,7 @@ class Api:
         body = await read_json(request)
         backend = self._worker.backend
         asked = parse_chat_request(body, self._defaults)
+        check_n_replies("n", asked.n, self._worker)
         work = Work(self._worker, request)
         if asked.stream:
             beginning = await begin_stream(
@@ -108,13 +109,17 @@ class Api:
         if len(prompt.tokens) >= backend.n_ctx:
             raise ContextLengthError(len(prompt.tokens), backend.n_ctx)
         params = rendered.params()
+        readers = rendered.readers(asked.n)
+        generations = work.submit(
+            [(again if number else prompt, params.vary(number)) for number in range(asked.n)]
+        )
         choices = [
             Choice(
-                work.submit(again if number else prompt, params.vary(number)),
+                generation,
                 reader,
                 Pace(with_progress=asked.show_progress, with_timings=asked.show_timings),
             )
-            for number, reader in enumerate(rendered.readers(asked.n))
+            for generation, reader in zip(generations, readers, strict=True)
         ]
         shape = ReplyShape(
             model=self._model_name,

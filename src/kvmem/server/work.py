@@ -1,14 +1,24 @@
 """What is done for one request, from the rendering of its prompt to the end of its replies."""
 
+from collections.abc import Sequence
+
 from starlette.requests import Request
 
+from kvmem.chat.fields import FieldError
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams
 from kvmem.server.errors import ClientGone, status_of
 from kvmem.server.request_log import QUEUED, log_refused
 from kvmem.server.worker import EngineWorker, Generation
 
-__all__ = ["Work"]
+__all__ = ["Work", "check_n_replies"]
+
+
+def check_n_replies(field: str, n_replies: int, worker: EngineWorker) -> None:
+    """Raises FieldError: so many would never find places, so it is no 503."""
+    if n_replies > worker.queue_limit:
+        raise FieldError(field, f"asks for {n_replies} replies, but one request may ask for "
+                         f"{worker.queue_limit}: send several")  # fmt: skip
 
 
 class Work:
@@ -20,14 +30,13 @@ class Work:
         self._has_ended = False
         self._generations: list[Generation] = []
 
-    def submit(self, prompt: Prompt, params: GenerateParams) -> Generation:
-        """Queue one. Raises CapacityError, and ClientGone once the work has ended."""
+    def submit(self, asked: Sequence[tuple[Prompt, GenerateParams]]) -> list[Generation]:
+        """Queue all replies, or none: CapacityError, and ClientGone once the work has ended."""
         if self._has_ended:
             raise ClientGone
-        generation = self._worker.submit(prompt, params)
+        self._generations = self._worker.submit(asked)
         setattr(self._state, QUEUED, True)
-        self._generations.append(generation)
-        return generation
+        return self._generations
 
     def abandon(self) -> None:
         """The client has gone: end it, and wake who waits for it."""

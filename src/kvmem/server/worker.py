@@ -7,7 +7,7 @@ flag. A request that its client has left is dropped whether it waits, reads or d
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 from kvmem.engine.events import Done, Event
 from kvmem.engine.prompt import Prompt
@@ -209,17 +209,23 @@ class EngineWorker:
         """Take a request out of the queue; False if it is not in it."""
         return self._queue.remove(generation)
 
-    def submit(self, prompt: Prompt, params: GenerateParams) -> Generation:
-        """Queue a request. Raises CapacityError when too many wait, or the server stops."""
+    def submit(self, asked: Sequence[tuple[Prompt, GenerateParams]]) -> list[Generation]:
+        """Queue the replies to a request: all of them, or none.
+
+        Raises CapacityError when too many wait, or the server stops.
+        """
         if self._stopping:
             raise CapacityError(STOPPING)
         _ = self.backend  # it may have failed since the prompt was rendered
-        if self.n_waiting >= self._queue_limit:
-            raise CapacityError(f"{self.n_waiting} requests wait already; try again later")
-        generation = Generation(prompt, params, self)
-        self._queue.put(generation, _session_of(prompt))
+        n_waiting = self.n_waiting
+        if n_waiting + len(asked) > self._queue_limit:
+            most = self._queue_limit
+            raise CapacityError(f"{n_waiting} requests wait already, of {most}; try again later")
+        generations = [Generation(prompt, params, self) for prompt, params in asked]
+        for generation, (prompt, _) in zip(generations, asked, strict=True):
+            self._queue.put(generation, _session_of(prompt))
         _ = self.backend  # where it has failed meanwhile, nobody takes from the queue
-        return generation
+        return generations
 
     def _set_progress(self, fraction: float) -> None:
         self.progress = fraction
