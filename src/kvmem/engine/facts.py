@@ -27,8 +27,9 @@ BLOCK_BYTES = 8
 
 PROBE_TOKENS = 16
 
-# Two buffers of a CUDA device's copies (adapter/kvmem-transfer.cu).
-STAGING_BYTES = 2 * (64 << 20)
+# A CUDA device copies through two buffers of at most so much, but never less than a block
+# (adapter/kvmem-transfer.cu).
+STAGING_BYTES = 64 << 20
 # No larger pool is measured: llama.cpp's tables of its cells are real, 50 bytes for each.
 MOST_TOKENS = 1 << 21
 # Times that the graphs of a pool are measured, each closer to the largest that fits.
@@ -130,7 +131,7 @@ def memory_facts(
         kv_bytes_per_token=found.layout.payload_bytes // memory.block_tokens,
         host_bytes_per_token=host_bytes_per_token(found.layout, calibration, memory.scorer),
         places=places,
-        free_host_bytes=machine_free,
+        free_host_bytes=next((p.free_bytes for p in places if p.is_host), machine_free),
         host_bytes=machine_total,
         checkpoint_bytes=found.checkpoint_bytes,
         state_device_bytes=found.state_device_bytes,
@@ -143,7 +144,8 @@ class _Measure:
     """Where a pool lies, and what is taken beside it.
 
     llama.cpp's graphs grow with the pool, and at no size faster than at a larger one: the line
-    between two sizes is never below what a size between them takes. Beyond MOST_TOKENS it goes on.
+    between two sizes is never below what a size between them takes. Beyond MOST_TOKENS the
+    line from half of them goes on.
     """
 
     def __init__(
@@ -164,11 +166,12 @@ class _Measure:
             free = min(place.free_bytes // place.kv_bytes_per_token for place in holders)
             high, low = max(block, min(high, free // block * block)), block
             above, below = self._at(high), self._at(low)
+        nearest = high // 2 if largest > high == MOST_TOKENS else high  # a line has two ends
         for _ in range(N_MEASURES - 1):
             places = tuple(_between(*pair, low, high) for pair in zip(below, above, strict=True))
             fits = [place.most_tokens(keep_bytes=place.headroom_bytes)
                     for place in places if place.kv_bytes_per_token]  # fmt: skip
-            nearer = min(min(fits) // block * block, high)
+            nearer = min(min(fits), nearest) // block * block
             if nearer <= low:
                 break
             low, below = nearer, self._at(nearer)
@@ -194,6 +197,8 @@ class _Measure:
         }
 
     def _place(self, share: Share, n_tokens: int) -> Place:
+        row = -(-share.cells // n_tokens)
+        block_bytes = self._config.memory.block_tokens * row
         free, total = (share.free, share.total) if share.device else self._host
         is_mapped = not share.device and self._config.model.use_mmap
         if self._model.is_dry and not is_mapped:
@@ -203,9 +208,11 @@ class _Measure:
             free_bytes=max(0, free),
             total_bytes=total,
             weight_bytes=share.weights,
-            kv_bytes_per_token=-(-share.cells // n_tokens),
+            kv_bytes_per_token=row,
             state_bytes=share.states,
-            staging_bytes=min(STAGING_BYTES, 2 * share.cells) if share.device else 0,
+            staging_bytes=2 * max(min(STAGING_BYTES, share.cells), block_bytes)
+            if share.device
+            else 0,
             compute_bytes=share.compute,
         )
 
