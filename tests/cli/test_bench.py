@@ -63,6 +63,10 @@ def test_speed_prints_each_system_beside_the_others(
         (["recall", "--kvmem-scorer", "best"], "error: --kvmem-scorer is best, but must be one of"),
         (["recall", "--kvmem-budget", "4096"], "below --tokens 3072"),
         (["recall", "--gate", "--tokens", "4096"], "error: --gate is for 4096 tokens, budget 512"),
+        (
+            ["recall", "--gate", "--kvmem-scorer", "lexical"],
+            "error: --gate is for lexical, recency, but must be for one with a bar: fused, heads",
+        ),
         (["speed", "--depth", "512"], "at least pool_tokens=1024"),
         (["speed", "--repeats", "0"], "at least 1"),
     ],

@@ -168,6 +168,9 @@ TARGETS: Final[Mapping[Size, Bars]] = MappingProxyType(
 )  # fmt: skip
 """Source: docs/benchmarks.md, "Gates"."""
 
+GATED: Final = frozenset({"fused", "heads"})
+"""Scorers that have bars."""
+
 LEAST_FORCED: Final = 200
 """Questions from which on answers are held to a bar: with fewer they are noise."""
 

@@ -42,7 +42,7 @@ from kvmem.bench.report import (
 from kvmem.bench.saved import SavedRun, load_runs
 from kvmem.bench.speed import RequestRecord, SpeedRecord, SpeedSpec, run_speed
 from kvmem.bench.speed_summary import ratios, request_rows, speed_rows
-from kvmem.bench.summary import TARGETS, Size, gates, summarise
+from kvmem.bench.summary import GATED, TARGETS, Size, gates, summarise
 from kvmem.bench.turns import summarise_turns
 from kvmem.cli.bench_options import (
     Batch,
@@ -118,6 +118,9 @@ def recall(
     if gate and size not in TARGETS:
         rule = f"for a size that has bars: {'; '.join(map(str, TARGETS))}"
         raise ConfigError("gate", f"for {size}", rule)
+    if gate and not wanted & GATED:
+        rule = f"for one with a bar: {', '.join(sorted(GATED))}"
+        raise ConfigError("gate", f"for {', '.join(sorted(wanted))}", rule)
     spec = RecallSpec(
         model=model_or_demo(model),
         generator=generator,
