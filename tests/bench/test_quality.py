@@ -144,6 +144,16 @@ def test_rows_carry_n_intervals_and_kle() -> None:
     assert gates(list(rows.values()), Size(4000, 512, BLOCK)) == []
 
 
+def test_a_row_has_the_bytes_of_the_median_question() -> None:
+    """A history with many rare words has more of them a token."""
+    records = by_policy(played(), "heads @first")
+    uneven = [
+        replace(r, bytes_per_token=n) for r, n in zip(records, (90.0, *[30.0] * 7), strict=True)
+    ]
+    (row,) = summarise(uneven)
+    assert row.bytes_per_token == 30.0
+
+
 @pytest.fixture(scope="module")
 def tiny_records(tiny_llama: Path) -> list[Record]:
     spec = RecallSpec(

@@ -27,8 +27,8 @@ class Row:
     All but paraphrase_recall, which is over n_paraphrased questions, is over the n questions that
     share a rare word with their fact. kl_nats and top1 are against full attention over the same
     K and V; kle is 0 for recency and 1 for the gold blocks. of_full: forced answers over those of
-    full attention, NaN where that has none. free: None if not tried. score_ms and what comes in are
-    of the median question.
+    full attention, NaN where that has none. free: None if not tried. score_ms, bytes_per_token and
+    what comes in are of the median question.
     """
 
     policy: str
@@ -78,7 +78,7 @@ def summarise(records: Sequence[Record]) -> list[Row]:
                 paraphrase_recall=_interval(indirect, lambda r: r.gold_recall),
                 session_recall=_interval(group, lambda r: r.session_recall),
                 score_ms=statistics.median(r.score_ms for r in group),
-                bytes_per_token=group[0].bytes_per_token,
+                bytes_per_token=statistics.median(r.bytes_per_token for r in group),
                 blocks_in=statistics.median(r.new_blocks for r in group),
                 bytes_in=statistics.median(r.bytes_in for r in group),
             )
