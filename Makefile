@@ -95,7 +95,7 @@ ci-wheel: setup
 CI_USER := build/ci/user
 USER_PIP := $(CI_USER)/bin/python -m pip --disable-pip-version-check
 
-$(CI_USER)/ready: pyproject.toml scripts/requirements
+$(CI_USER)/ready: pyproject.toml scripts/requirements | $(VENV)/ready
 	rm -rf $(CI_USER) && $(PYTHON) -m venv $(CI_USER)
 	$(REQUIRE) run > $(CI_USER)/requirements.txt
 	$(USER_PIP) install --quiet --requirement $(CI_USER)/requirements.txt
