@@ -185,7 +185,9 @@ def store(spec: CalibrationSpec, calibration: Calibration, path: Path | None = N
 
 
 def discard(spec: CalibrationSpec, calibration: Calibration) -> None:
-    """Forget what was read: its outcome is stored, or not wanted."""
+    """Forget what was read: its outcome is stored, or not wanted. Not for one that could not be
+    stored: the next run, with another file, then reads nothing again.
+    """
     shutil.rmtree(_scratch(spec, calibration.fingerprint), ignore_errors=True)
 
 
