@@ -1,7 +1,7 @@
 """One line for each reply that was asked for, however that ended. Never a word of it.
 
-`end` is how a reply ended (stop, length), or what ended it before: cancelled (it was given up,
-as its client left), left (so before it began), stopped (the server did), else the HTTP status of the error.
+`end` is how a reply ended (stop, length), or what ended it before: cancelled (it was given up),
+left (so before it began), stopped (the server did), else the HTTP status of the error.
 """
 
 import logging
