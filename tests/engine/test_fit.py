@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ask, random_tokens, record
+from engines import ask, log_records, make_config, random_tokens, record
 
+from kvmem.engine import engine as engine_module
+from kvmem.engine.engine import Engine
 from kvmem.engine.fit import advice, run_largest
+from kvmem.errors import CapacityError, DecodeError
+from kvmem.llama.context import Context, Share
 
 
 @pytest.mark.usefixtures("device")
@@ -33,6 +37,7 @@ def test_the_largest_batch_leaves_nothing_behind(
                 run_largest(memory)
                 assert [len(call.tokens) for call in recorded.calls] == [128, 1]
                 assert memory.port.n_cells_used == 0
+                assert memory.drafter is None or memory.drafter.seconds == 0
                 memory.check()
             replies.append(ask(recorded.session, tokens, max_tokens=20).tokens)
             memory.check()
@@ -50,6 +55,43 @@ def test_layers_are_advised_where_there_is_a_gpu(tiny_llama: Path) -> None:
         facts = replace(engine.facts, places=(*host, gpu))
         said = advice(engine.model, config, facts, engine.sizes)
         assert said == "budget_tokens=192, ubatch_tokens=64 or n_gpu_layers=2"
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "said"),
+    [
+        (63 << 20, "^GPU0 has 63 MiB left beside the pool, and needs 64 to run"),
+        (64 << 20, "^no room to run beside the pool: no memory for the compute buffers"),
+    ],
+)
+def test_a_pool_that_nothing_runs_beside_becomes_smaller(
+    free_bytes: int, said: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And in the end the start says so, with what to ask for, and leaves nothing open."""
+    made: list[Context] = []
+
+    class Starved(Context):
+        """Says that it is on a GPU, and has no memory left for a batch."""
+
+        def __init__(self, *args: Any, **others: Any) -> None:
+            super().__init__(*args, **others)
+            made.append(self)
+
+        def shares(self) -> list[Share]:
+            return [Share("GPU0", free_bytes, 1 << 30, 0, 0, 0, 0)]
+
+        def decode(self, *args: Any, **others: Any) -> None:
+            raise DecodeError("no memory for the compute buffers")
+
+    monkeypatch.setattr(engine_module, "Context", Starved)
+    config = make_config(tiny_llama, workspace_tokens=512, budget_tokens=None)
+    with log_records("kvmem.engine.fit") as records, pytest.raises(CapacityError, match=said):
+        Engine(config)
+    pools = [int(record.getMessage().split()[3]) for record in records]
+    assert len(pools) >= 3
+    assert pools == sorted(set(pools), reverse=True)
+    assert len(made) == len(pools) + 1
+    assert all(context.is_closed for context in made)
 
 
 # A process of its own, which may have little more memory than it has. A megabyte is 512 tokens.

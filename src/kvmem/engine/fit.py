@@ -7,7 +7,7 @@ import numpy as np
 
 from kvmem.config import EngineConfig, MemoryFacts, PoolSizes
 from kvmem.engine.memory import Memory, TieredMemory
-from kvmem.errors import CapacityError, ConfigError, HostCapacityError
+from kvmem.errors import CapacityError, ConfigError, DecodeError, HostCapacityError
 from kvmem.llama.model import Model
 
 __all__ = ["advice", "make_fitting", "run_largest"]
@@ -98,7 +98,10 @@ def rehearse(memory: TieredMemory) -> None:
                 f"{LEAST_FREE_BYTES >> 20} to run"
             )
     if devices:
-        run_largest(memory)
+        try:
+            run_largest(memory)
+        except DecodeError as error:
+            raise CapacityError(f"no room to run beside the pool: {error}") from error
 
 
 def run_largest(memory: TieredMemory) -> None:
@@ -114,5 +117,5 @@ def run_largest(memory: TieredMemory) -> None:
         memory.port.place_cells(cells)
         context.decode(tokens, pos)
         if memory.drafter is not None:
-            memory.drafter.follow(cells, tokens, pos)
+            memory.drafter.head.follow(cells, tokens, pos, memory.drafter.hidden)
     memory.clear_device()
