@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from engines import ask, log_records, make_config, random_tokens, record
 
+from kvmem.config import PoolSizes
 from kvmem.engine import engine as engine_module
 from kvmem.engine.engine import Engine
-from kvmem.engine.fit import advice, run_largest
+from kvmem.engine.fit import advice, make_fitting, run_largest
+from kvmem.engine.memory import Memory
 from kvmem.errors import CapacityError, DecodeError
 from kvmem.llama.context import Context, Share
 
@@ -55,6 +57,20 @@ def test_layers_are_advised_where_there_is_a_gpu(tiny_llama: Path) -> None:
         facts = replace(engine.facts, places=(*host, gpu))
         said = advice(engine.model, config, facts, engine.sizes)
         assert said == "budget_tokens=192, ubatch_tokens=64 or n_gpu_layers=2"
+        config = replace(config, model=replace(config.model, n_gpu_layers=0))
+        said = advice(engine.model, config, facts, engine.sizes)
+        assert said == "budget_tokens=192 or ubatch_tokens=64"
+
+
+def test_an_error_advises_nothing_where_all_is_as_small_as_can_be(tiny_llama: Path) -> None:
+    def make(sizes: PoolSizes) -> Memory:
+        raise CapacityError(f"no context of {sizes.pool_tokens} cells")
+
+    settings = {"budget_tokens": 64, "reserve_tokens": 32, "batch_tokens": 32}
+    with record(tiny_llama, **settings) as recorded:
+        engine = recorded.engine
+        with pytest.raises(CapacityError, match=r"^no context of 96 cells$"):
+            make_fitting(engine.model, engine.config, engine.facts, make)
 
 
 @pytest.mark.parametrize(

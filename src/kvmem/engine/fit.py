@@ -36,9 +36,8 @@ def make_fitting(
         except CapacityError as error:
             smaller = _smaller(config, facts, sizes) if is_automatic else None
             if smaller is None:
-                raise CapacityError(
-                    f"{error}; try {advice(model, config, facts, sizes)}"
-                ) from error
+                ways = advice(model, config, facts, sizes)
+                raise CapacityError(f"{error}; try {ways}" if ways else str(error)) from error
             _log.warning(
                 "a pool of %d tokens did not fit after all, so it is %d: %s",
                 sizes.pool_tokens,
@@ -77,10 +76,11 @@ def advice(model: Model, config: EngineConfig, facts: MemoryFacts, sizes: PoolSi
     elif sizes.n_budget_blocks > 2:
         budget = max(2, sizes.n_budget_blocks * 3 // 4) * sizes.block_tokens
         ways.insert(0, f"budget_tokens={budget}")
-    if any(not place.is_host for place in facts.places):
+    n_layers = config.model.n_gpu_layers
+    if n_layers and any(not place.is_host for place in facts.places):
         n_most = model.n_layer + model.n_layer_nextn + 1  # the output counts, too
-        n_layers = config.model.n_gpu_layers if config.model.n_gpu_layers > 0 else n_most
-        ways.append(f"n_gpu_layers={min(n_layers, n_most) * 7 // 8}")
+        n_layers = n_most if n_layers < 0 else min(n_layers, n_most)
+        ways.append(f"n_gpu_layers={n_layers * 7 // 8}")
     return " or ".join([", ".join(ways[:-1]), ways[-1]] if len(ways) > 1 else ways)
 
 
