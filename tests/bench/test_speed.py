@@ -6,8 +6,10 @@ from time import process_time
 
 import pytest
 
+from kvmem.bench import speed
 from kvmem.bench.speed import SYSTEMS, RequestRecord, SpeedRecord, SpeedSpec, run_speed
 from kvmem.bench.speed_summary import Ratio, ratios, request_rows, speed_rows
+from kvmem.engine.index import BlockIndex
 from kvmem.engine.memory import TieredMemory
 from kvmem.engine.room import make_reply_room
 from kvmem.errors import ConfigError
@@ -59,6 +61,40 @@ def test_every_system_is_measured_in_every_round(
         assert (request.to_device_per_s is None) == (request.bytes_in == 0)
         assert phases["other_s"] < 0.2 * request.first_token_s + 0.01  # no phase is forgotten
     assert steps[-1] == (9, 9)
+
+
+def test_cpu_time_has_the_summaries_of_every_phase(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = SpeedSpec(
+        model=tiny_llama,
+        depths=(512,),
+        pool_tokens=256,
+        prefill_tokens=64,
+        decode_tokens=40,  # a block and more
+        repeats=1,
+        n_threads=1,
+        cpu_time=True,
+    )
+    steps: list[str] = []
+
+    def clock() -> float:
+        steps.append("clock")
+        return process_time()
+
+    flush = BlockIndex.flush
+
+    def flush_and_tell(index: BlockIndex) -> None:
+        steps.append("flush")
+        flush(index)
+
+    monkeypatch.setattr(speed, "process_time", clock)
+    monkeypatch.setattr(BlockIndex, "flush", flush_and_tell)
+    for record in run_speed(spec):
+        if isinstance(record, SpeedRecord) and record.system == "kvmem":
+            last = len(steps) - steps[::-1].index("clock") - 1
+            assert steps[last - 1] == "flush", record.phase
+        steps.clear()
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen35"])

@@ -470,10 +470,10 @@ class _Tiered:
         started = self._clock()
         if phase == "prefill":
             self._session.read(tokens)
-            if self._clock is process_time:
-                memory.index.flush()
         else:
             self._write(tokens, first_own)
+        if self._clock is process_time:
+            memory.index.flush()
         seconds = self._clock() - started
         waits = perf_counter()
         memory.index.flush()  # a worker makes the summaries
