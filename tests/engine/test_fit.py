@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -170,3 +171,60 @@ def test_a_given_pool_that_does_not_fit_names_what_to_ask_for(
     assert found["said"] == []
     assert found["error"].startswith("error: no context of 400384 cells in batches of 64: ")
     assert found["error"].endswith("; try --kvmem-budget 288000 or -ub 32")
+
+
+# Until nothing is refused any more: what the start with so many buffers came to.
+REFUSE = """
+import ctypes, json
+from pathlib import Path
+import numpy as np
+from kvmem.errors import CapacityError, DecodeError
+from kvmem.llama.context import Context
+from kvmem.llama.draft import DraftContext
+from kvmem.llama.memory import LlamaPort
+from kvmem.llama.model import Model
+
+def run(model):
+    sizes = dict(n_ctx=1024, n_cells=1024, block_tokens=32, n_batch=128, n_ubatch=128)
+    with Context(model, n_rs_seq=3, **sizes) as context:
+        head = DraftContext(context)
+        tokens, pos = np.zeros(128, np.int32), np.arange(128, dtype=np.int32)
+        LlamaPort(context).place_cells(pos)
+        context.decode(tokens, pos)
+        head.follow(pos, tokens, pos, np.zeros(head.n_embd, np.float32))
+        head.close()
+
+refusals = ctypes.CDLL(None)
+said = []
+with Model(Path({path!r}), n_gpu_layers=0, load_mtp=True) as model:
+    while not said or said[-1]:
+        refusals.refusals_start(len(said))
+        try:
+            run(model)
+            said.append("")
+        except (CapacityError, DecodeError) as error:
+            said.append(str(error))
+refusals.refusals_start(-1)
+print(json.dumps(said))
+"""
+
+
+def test_a_start_with_drafts_says_so_whichever_buffer_it_is_refused(
+    tiny: Callable[..., Path], root: Path, tmp_path: Path
+) -> None:
+    """A process that ends instead has no last line."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        pytest.skip("a C compiler is needed to refuse buffers")
+    target, source = tmp_path / "refusals.so", Path(__file__).with_name("refusals.c")
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", target, source], check=True)
+    env = {**os.environ, "LD_PRELOAD": str(target), "CUDA_VISIBLE_DEVICES": ""}
+    env["PYTHONPATH"] = os.pathsep.join([str(root / "tests"), *sys.path])
+    code = REFUSE.format(path=str(tiny("qwen35_mtp")))
+    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    said: list[str] = json.loads(ran.stdout)
+    assert said[0].startswith("no context of 1024 cells in batches of 128: ")
+    reserved = "no context for drafts: failed to allocate compute pp buffers"
+    assert sum(line.startswith(reserved) for line in said) == 2  # the leader's and the head's own
+    assert said[-1] == ""

@@ -2,6 +2,7 @@
 // cells.
 #include "kvmem-memory.h"
 
+#include "llama-context.h"
 #include "llama-ext.h"
 
 #include <algorithm>
@@ -9,9 +10,10 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <string>
 #include <vector>
 
-static int fail(int status, const char * text) {
+static int fail(int status, const std::string & text) {
     kvmem_set_error(text);
     return status;
 }
@@ -49,13 +51,18 @@ int kvmem_draft_init(kvmem_memory * leader, llama_model * model, const llama_con
     }
     (*follower)->batch = llama_batch_ext_init(*ctx);
     kvmem_draft_link(leader->ctx, *ctx);
+    int status = KVMEM_ERR_NO_MEMORY;
     try {
+        // the link changes both graphs; at the first decode, which would do it, a failure would end the process
+        leader->ctx->sched_reserve();
+        (*ctx)->sched_reserve();
+        status = KVMEM_ERR_DEVICE;
         leader->lead(*follower);
     } catch (const std::exception & e) {
         llama_free(*ctx);
         *ctx      = nullptr;
         *follower = nullptr;
-        return fail(KVMEM_ERR_DEVICE, e.what());
+        return fail(status, e.what());
     }
     return KVMEM_OK;
 }
@@ -85,9 +92,17 @@ int kvmem_draft_decode(kvmem_memory * follower, const int32_t * cells, const int
         }
     }
     llama_batch_ext_set_output_logits(batch, (int32_t) n - 1, wants_result != 0);
-    if (llama_process(follower->ctx, LLAMA_PROCESS_TYPE_DECODE, batch) != 0) {
+    std::string reason;
+    try {
+        if (llama_process(follower->ctx, LLAMA_PROCESS_TYPE_DECODE, batch) != 0) {
+            reason = "llama.cpp could not run the MTP head";
+        }
+    } catch (const std::exception & e) {
+        reason = e.what();
+    }
+    if (!reason.empty()) {
         kvmem_draft_forget(follower, cells, n);
-        return fail(KVMEM_ERR_DEVICE, "llama.cpp could not run the MTP head");
+        return fail(KVMEM_ERR_DEVICE, reason);
     }
     return KVMEM_OK;
 }

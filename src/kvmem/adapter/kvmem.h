@@ -177,7 +177,8 @@ KVMEM_API int kvmem_tap_end(kvmem_memory * memory);
 
 // From here on a payload ends with the follower's layers, cells are published and cleared in both, and each decode of
 // the leader keeps the hidden row of every token. To be called before anything is decoded; params as the leader's, save
-// for the types of K and V. Either context may be freed first; without the follower no rows can be copied.
+// for the types of K and V. Either context may be freed first; without the follower no rows can be copied. After
+// KVMEM_ERR_NO_MEMORY the leader can only be freed.
 KVMEM_API int kvmem_draft_init(kvmem_memory * leader, struct llama_model * model,
         const struct llama_context_params * params, struct llama_context ** ctx, kvmem_memory ** follower);
 // What it does to the leader alone, for a context without tiers that is to compute the same graph.
