@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -229,7 +230,7 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens, uint32_t 
     const uint32_t n_tokens = std::min(llama_n_ctx(ctx), llama_n_ubatch(ctx));
     ggml_cgraph *  graph    = llama_graph_reserve(ctx, n_tokens, 1, std::min(n_tokens, n_outputs));
     if (!graph) {
-        throw std::runtime_error("llama.cpp could not reserve the compute graph");
+        throw std::bad_alloc(); // of its buffers: nothing else fails there
     }
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
         const ggml_tensor * node = ggml_graph_node(graph, i);

@@ -11,6 +11,7 @@
 #include "llama-memory-hybrid.h"
 #include "llama-model.h"
 
+#include <new>
 #include <numeric>
 #include <stdexcept>
 #include <typeinfo>
@@ -326,6 +327,10 @@ int kvmem_context_create(llama_model * model, const llama_context_params & param
     }
     try {
         made->bind(created, block_tokens, n_outputs);
+    } catch (const std::bad_alloc &) {
+        llama_free(created);
+        kvmem_set_error("llama.cpp has no memory for its graphs");
+        return KVMEM_ERR_NO_MEMORY;
     } catch (const std::exception & e) {
         llama_free(created);
         kvmem_set_error(e.what());
