@@ -8,6 +8,7 @@ import devices
 import pytest
 from engines import random_tokens, record
 
+from kvmem.errors import ModelError
 from kvmem.llama.context import Share, shares_of
 from kvmem.llama.model import Model
 
@@ -61,3 +62,11 @@ def test_what_it_would_take_is_what_it_takes(
         assert all(sum(row) for row in would.values())
         assert "" in would
         assert (len(would) > 1) == (devices.current().name != "cpu")
+
+
+def test_what_cannot_be_tiered_is_not_short_of_memory(tiny_gemma3: Path) -> None:
+    with (
+        Model(tiny_gemma3) as model,
+        pytest.raises(ModelError, match=r"gemma3 models .* sliding-window layers"),
+    ):
+        shares_of(model, n_ctx=512, n_cells=64, n_batch=32, n_ubatch=32, type_k="f16", type_v="f16")

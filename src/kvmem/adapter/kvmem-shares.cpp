@@ -51,7 +51,7 @@ struct share_list {
             return *found;
         }
         if (n == room) {
-            throw std::runtime_error("more devices than there is room for");
+            throw std::length_error("more devices than there is room for");
         }
         kvmem_share & share = shares[n++];
         share               = {};
@@ -149,6 +149,9 @@ int kvmem_shares_of(llama_model * model, const llama_context_params * params, ui
             list.add_reserved(head.get(), own.n_outputs_max);
         }
         list.add_reserved(leader.get(), params->n_ubatch);
+    } catch (const std::length_error & e) {
+        kvmem_set_error(e.what());
+        return KVMEM_ERR_ARGUMENT;
     } catch (const std::exception & e) {
         kvmem_set_error(e.what());
         return KVMEM_ERR_NO_MEMORY;

@@ -90,8 +90,11 @@ def shares_of(Model model not None, *, int n_ctx, int n_cells, int n_batch, int 
             model_ptr, &params, n_cells, replay, draft_ptr, shares, &n)
     errors = log.drain()
     if status != a.KVMEM_OK:
+        _check_status(model, status)
         reason = a.kvmem_last_error().decode("utf-8", "replace")
         what = f"cannot tell what {n_cells} cells take: {reason}"
+        if status != a.KVMEM_ERR_NO_MEMORY:
+            raise StateError(what)
         raise CapacityError("; ".join([what, *errors]))
     return _shares(shares, n)
 
@@ -180,12 +183,7 @@ cdef class Context:
             reason = "llama.cpp could not create it"
             if n_cells:
                 reason = a.kvmem_last_error().decode("utf-8", "replace")
-            if status == a.KVMEM_ERR_MODEL:
-                _check_continues(model, a.kvmem_last_error())
-            if status == a.KVMEM_ERR_UNSUPPORTED:
-                raise ModelError(
-                    f"{model.architecture} models cannot run with KV memory: {reason}; "
-                    "try --no-kvmem, which is plain llama.cpp")
+            _check_status(model, status)
             what = f"no context of {n_cells or n_ctx} cells in batches of {n_ubatch}: {reason}"
             raise CapacityError("; ".join([what, *errors]))
         if c.llama_get_memory(self._ptr) == NULL:
@@ -404,6 +402,17 @@ cdef int _set_params(c.llama_context_params *params, Model model, int n_ctx, int
     params.offload_kqv = offload_kqv
     params.no_perf = True
     params.flash_attn_type = <c.llama_flash_attn_type><int>FLASH_ATTENTION[flash_attn]
+    return 0
+
+
+cdef int _check_status(Model model, int status) except -1:
+    """Raise ModelError where the last call of the adapter failed because of the model."""
+    if status == a.KVMEM_ERR_MODEL:
+        _check_continues(model, a.kvmem_last_error())
+    if status == a.KVMEM_ERR_UNSUPPORTED:
+        reason = a.kvmem_last_error().decode("utf-8", "replace")
+        raise ModelError(f"{model.architecture} models cannot run with KV memory: {reason}; "
+                         "try --no-kvmem, which is plain llama.cpp")
     return 0
 
 
