@@ -30,13 +30,17 @@ MIB = 1 << 20
 CHUNK = 512 * MIB
 
 
+def free_by_gpu() -> list[int]:
+    return [device[3] for device in runtime.devices() if device[2] == "gpu"]
+
+
 def free_bytes() -> int:
-    return sum(device[3] for device in runtime.devices() if device[2] == "gpu")
+    return sum(free_by_gpu())
 
 
 @contextmanager
 def card(gib: float) -> Iterator[None]:
-    """Take memory of the first GPU until this much is left free."""
+    """Take memory of the one GPU until this much is left free."""
     free_bytes()  # makes CUDA's own context, which a card of any size pays for
     mapped = Path("/proc/self/maps").read_text().split()
     name = next((word for word in mapped if "/libcudart" in word), "libcudart.so")
@@ -46,7 +50,7 @@ def card(gib: float) -> Iterator[None]:
         while (rest := free_bytes() - int(gib * 1024) * MIB) > 0:
             pointer = ctypes.c_void_p()
             if cuda.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(min(rest, CHUNK))):
-                break
+                raise RuntimeError(f"{rest // MIB} MiB more than {gib} GiB are left on this GPU")
             taken.append(pointer)
         yield
     finally:
@@ -80,7 +84,8 @@ def start(config: EngineConfig) -> dict[str, Any]:
             row["shares"] = [share._asdict() for share in engine.tiered.context.shares()]
             row["free MiB, started"] = free_bytes() // MIB
             session = engine.session()
-            tokens = np.random.default_rng(0).integers(0, 1000, engine.sizes.pool_tokens + 4096)
+            n_tokens = min(engine.sizes.pool_tokens + 4096, engine.n_ctx)
+            tokens = np.random.default_rng(0).integers(0, 256, n_tokens)
             started = time.perf_counter()
             session.read(tokens.astype(np.int32))
             row["read t/s"] = len(tokens) / (time.perf_counter() - started)
@@ -105,8 +110,8 @@ def main() -> None:
     parser.add_argument("-t", "--threads", type=int, default=16)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    if not free_bytes():
-        parser.error("this build of kvmem shows no GPU")
+    if (n_gpus := len(free_by_gpu())) != 1:
+        parser.error(f"kvmem sees {n_gpus} GPUs here, but must see one (CUDA_VISIBLE_DEVICES)")
     rows: list[dict[str, Any]] = [environment(arguments.model, vars(arguments), "fit")]
     model = ModelConfig(path=arguments.model, n_threads=arguments.threads)
     memory = MemoryConfig(workspace_tokens=arguments.ctx_size)
@@ -114,7 +119,7 @@ def main() -> None:
         draft = DraftConfig(spec_type=spec_type)
         with card(arguments.card_gib):
             row = start(EngineConfig(model=model, memory=memory, draft=draft))
-        rows.append({"record": "fit", "spec_type": spec_type, **row})
+        rows.append({"experiment": "fit", "what": spec_type, **row})
         print(json_line(rows[-1]), flush=True)
     if arguments.out is not None:
         write_jsonl(arguments.out, rows)

@@ -1,14 +1,18 @@
 """bench/gpu and bench/micro on tiny models: they run, and write what a report reads."""
 
 import argparse
+import ctypes
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import card
 import drafts
 import experiments
+import fit
 import pytest
 import run
 import scoring
@@ -21,8 +25,10 @@ from kvmem.bench.record import write_jsonl
 from kvmem.bench.saved import load_runs
 from kvmem.bench.speed import SpeedSpec
 from kvmem.cli.bench import bench
+from kvmem.config import SpecType
 from kvmem.engine import decode
 from kvmem.engine.engine import Engine
+from kvmem.llama import runtime
 from kvmem.llama.model import Model
 
 GIB = 1 << 30
@@ -117,6 +123,45 @@ def test_experiments(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.Monke
     (row,) = found["rows"]
     assert row["tokens"] == 4096
     assert row["t/s"] > 0
+
+
+@pytest.mark.parametrize("n_gpus", [0, 2])
+def test_a_smaller_card_is_left_of_one_gpu(
+    n_gpus: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(runtime, "devices", lambda: n_gpus * [("", "", "gpu", GIB, GIB)])
+    monkeypatch.setattr(sys, "argv", ["fit.py", str(tmp_path / "model.gguf")])
+    with pytest.raises(SystemExit):
+        fit.main()
+    assert f"sees {n_gpus} GPUs" in capsys.readouterr().err
+
+
+def test_a_card_is_not_larger_than_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may hold what is free by now."""
+    cuda = SimpleNamespace(cudaMalloc=lambda pointer, n_bytes: 2, cudaFree=lambda pointer: 0)
+    monkeypatch.setattr(runtime, "devices", lambda: [("", "", "gpu", 3 * GIB, 4 * GIB)])
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: cuda)
+    with pytest.raises(RuntimeError, match="1024 MiB more than 2 GiB"), fit.card(2):
+        pass
+
+
+def test_a_start_on_a_smaller_card(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def whole(gib: float) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(fit, "card", whole)
+    monkeypatch.setattr(fit, "free_by_gpu", lambda: [GIB])
+    arguments = (tiny_llama, "-c", 2048, "-t", 1, "--out", tmp_path / "fit.jsonl")
+    rows = call(fit.main, monkeypatch, *arguments)["rows"]
+    assert [row["what"] for row in rows] == list(get_args(SpecType))
+    assert rows[0]["pool"] == rows[0]["planned pool"] > 0
+    assert rows[0]["read t/s"] > 0
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "f16"])
