@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from kvmem.bench.record import environment, gpu_used_bytes, json_line
-from kvmem.bench.speed import READ_TOKENS, make_text
+from kvmem.bench.speed import make_text
+from kvmem.bench.speed_systems import READ_TOKENS
 from kvmem.config import DraftConfig, DraftState, EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine import decode
 from kvmem.engine.draft import Worth

@@ -17,8 +17,9 @@ from kvmem.bench.history import EngineHistory
 from kvmem.bench.quality import Policy, Record, measure
 from kvmem.bench.recall import RecallSpec
 from kvmem.bench.saved import load_recall
-from kvmem.bench.speed import Phase, SpeedRecord, SpeedSpec, System, run_speed
+from kvmem.bench.speed import SpeedRecord, SpeedSpec, System, run_speed
 from kvmem.bench.speed_summary import ratios, speed_rows
+from kvmem.bench.speed_systems import Phase
 from kvmem.bench.summary import DEFAULT_SIZE, gates, regressions, summarise
 from kvmem.bench.workload import Prompt, WorkloadSpec, make_prompts
 from kvmem.engine.engine import Engine
@@ -86,8 +87,8 @@ def test_the_demo_recalls_what_recency_has_lost(demo_model: Path) -> None:
 def cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """All clocks of a bench count the CPU time of this process: what else the machine does then
     hardly matters."""
-    for module in ("kvmem.bench.speed", "kvmem.engine.session", "kvmem.engine.memory"):
-        monkeypatch.setattr(f"{module}.perf_counter", process_time)
+    for module in ("bench.speed", "bench.speed_systems", "engine.session", "engine.memory"):
+        monkeypatch.setattr(f"kvmem.{module}.perf_counter", process_time)
 
 
 DEPTH = 1024

@@ -6,7 +6,7 @@ from time import process_time
 
 import pytest
 
-from kvmem.bench import speed
+from kvmem.bench import speed, speed_systems
 from kvmem.bench.speed import SYSTEMS, RequestRecord, SpeedRecord, SpeedSpec, run_speed
 from kvmem.bench.speed_summary import Ratio, ratios, request_rows, speed_rows
 from kvmem.engine.index import BlockIndex
@@ -19,7 +19,8 @@ from kvmem.errors import ConfigError
 def test_every_system_is_measured_in_every_round(
     kind: str, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("bench.speed", "engine.session", "engine.memory", "engine.plain"):
+    engine = ("engine.session", "engine.memory", "engine.plain")
+    for module in ("bench.speed", "bench.speed_systems", *engine):
         # of CPU time none is lost where a busy machine stops the process
         monkeypatch.setattr(f"kvmem.{module}.perf_counter", process_time)
     spec = SpeedSpec(
@@ -88,7 +89,8 @@ def test_cpu_time_has_the_summaries_of_every_phase(
         steps.append("flush")
         flush(index)
 
-    monkeypatch.setattr(speed, "process_time", clock)
+    for module in (speed, speed_systems):
+        monkeypatch.setattr(module, "process_time", clock)
     monkeypatch.setattr(BlockIndex, "flush", flush_and_tell)
     for record in run_speed(spec):
         if isinstance(record, SpeedRecord) and record.system == "kvmem":
@@ -157,7 +159,7 @@ def test_a_full_reserve_is_full(tiny_llama: Path, monkeypatch: pytest.MonkeyPatc
         used.append(memory.working_set.n_cells_used)
         return make_reply_room(memory, first_own)
 
-    monkeypatch.setattr("kvmem.bench.speed.make_reply_room", look)
+    monkeypatch.setattr("kvmem.bench.speed_systems.make_reply_room", look)
     spec = SpeedSpec(
         model=tiny_llama,
         depths=(1024,),

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Final, Literal, get_args
 
 from kvmem.bench.record import gpu_used_bytes
-from kvmem.bench.speed import OPENING_TOKENS, make_text
+from kvmem.bench.speed import make_text
+from kvmem.bench.speed_systems import OPENING_TOKENS
 from kvmem.config import DraftConfig, EngineConfig, KvType, MemoryConfig, ModelConfig
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Done, PromptProgress, TokenEvent

@@ -21,31 +21,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.bench.generators.harbor import Harbor
-from kvmem.bench.history import position_scores
 from kvmem.bench.record import gpu_used_bytes
+from kvmem.bench.speed_systems import I32, Measured, Phase, Plain, Report, Runner, Tiered
 from kvmem.bench.workload import WorkloadSpec, make_prompt
 from kvmem.config import EngineConfig, KvType, MemoryConfig, ModelConfig
 from kvmem.engine.engine import Engine
-from kvmem.engine.events import Done
 from kvmem.engine.memory import TieredMemory
-from kvmem.engine.prompt import Prompt, RoleSpan, Span, Tokens
-from kvmem.engine.room import make_reply_room
-from kvmem.engine.sampling import GenerateParams, SamplingParams
-from kvmem.engine.session import Session
 from kvmem.engine.stats import RequestStats
 from kvmem.errors import ConfigError
-from kvmem.llama.state import restore_state, save_state, state_bytes
 
 __all__ = [
-    "OPENING_TOKENS",
     "SYSTEMS",
-    "Phase",
     "RequestRecord",
     "SpeedRecord",
     "SpeedSpec",
@@ -54,11 +46,7 @@ __all__ = [
     "run_speed",
 ]
 
-I32 = NDArray[np.int32]
-Report = Callable[[str, int, int], None]
 System = Literal["kvmem", "stock", "window"]
-Phase = Literal["prefill", "decode", "reserve"]
-"""reserve: decode, with all of kvmem's cells in use; kvmem's alone."""
 
 SYSTEMS: Final[tuple[System, ...]] = ("kvmem", "stock", "window")
 REQUEST_PHASES: Final = (
@@ -72,10 +60,7 @@ REQUEST_PHASES: Final = (
     "checkpoint_s",
 )
 """What comes before a first token, but for the rest."""
-READ_TOKENS: Final = 2048
 QUESTION_TOKENS: Final = 64
-OPENING_TOKENS: Final = 8
-"""Of those, what stands for a template's opening of the reply: no part of what is asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,33 +232,13 @@ class RequestRecord:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Measured:
-    """Seconds of one measurement, and of them those that storing took."""
-
-    seconds: float
-    bytes_out: int = 0
-    store_s: float = 0.0
-    summaries_s: float = 0.0
-
-
-class _Runner(Protocol):
-    read_s: float
-
-    def advance(self, history: I32) -> None: ...
-
-    def measure(self, phase: Phase, tokens: I32) -> _Measured: ...
-
-    def ask(self, tokens: I32) -> RequestStats: ...
-
-
-@dataclass(slots=True, kw_only=True)
 class _Loaded:
     """Systems that are in memory at the same time. ceilings: kvmem's, to the device and back."""
 
     spec: SpeedSpec
     report: Report
     text: I32
-    runners: dict[System, _Runner] = field(default_factory=dict)
+    runners: dict[System, Runner] = field(default_factory=dict)
     ceilings: tuple[float, float] = (1.0, 1.0)
 
     def rounds(self, depth: int) -> Iterator[SpeedRecord | RequestRecord]:
@@ -306,7 +271,7 @@ class _Loaded:
         self.report(what, len(steps), len(steps))
 
     def _record(
-        self, name: System, phase: Phase, depth: int, turn: int, n: int, measured: _Measured
+        self, name: System, phase: Phase, depth: int, turn: int, n: int, measured: Measured
     ) -> SpeedRecord:
         rate = measured.bytes_out / measured.store_s if measured.bytes_out else None
         return SpeedRecord(
@@ -353,13 +318,11 @@ def run_speed(
                     text = make_text(engine, max(spec.depths) + spec.most_tokens)
                     loaded = _Loaded(spec=spec, report=report, text=text)
                 if name == "kvmem":
-                    loaded.runners[name] = _Tiered(engine, report, spec.clock)
+                    loaded.runners[name] = Tiered(engine, report, spec.clock)
                     assert isinstance(engine.memory, TieredMemory)
                     loaded.ceilings = engine.memory.port.copy_ceiling()
                 else:
-                    loaded.runners[name] = _Plain(
-                        engine, name, report, spec.clock, spec.most_tokens
-                    )
+                    loaded.runners[name] = Plain(engine, name, report, spec.clock, spec.most_tokens)
             if loaded is not None:
                 for depth in spec.depths:
                     yield from loaded.rounds(depth)
@@ -410,164 +373,3 @@ def make_text(engine: Engine, n: int) -> I32:
     """Text of the demo's generator."""
     spec = WorkloadSpec(n_tokens=max(n, 1024), n_facts=1, n_lookalikes=0, plain=True)
     return np.array(make_prompt(Harbor(), engine.vocab, spec, seed=0).history[:n], np.int32)
-
-
-def _read(session: Session, tokens: I32, what: str, report: Report) -> float:
-    """Seconds that it took."""
-    started = perf_counter()
-    for start in range(0, len(tokens), READ_TOKENS):
-        session.read(tokens[start : start + READ_TOKENS])
-        report(what, min(start + READ_TOKENS, len(tokens)), len(tokens))
-    return perf_counter() - started
-
-
-def _ask(session: Session, history: I32, question: I32) -> RequestStats:
-    """A request for one token behind the history, whose question is `question`."""
-    tokens = Tokens(np.concatenate([history, question]))
-    span = Span(len(history), len(tokens) - OPENING_TOKENS)
-    prompt = Prompt(tokens=tokens, spans=(RoleSpan("user", span),), query_span=span)
-    params = GenerateParams(sampling=SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=1)
-    *_, done = session.generate(prompt, params)
-    assert isinstance(done, Done)
-    return done.stats
-
-
-class _Tiered:
-    """kvmem behind its whole history, budget full of the newest blocks before each measurement."""
-
-    def __init__(self, engine: Engine, report: Report, clock: Callable[[], float]) -> None:
-        self._session = engine.session()
-        self._clock = clock
-        self._memory: TieredMemory = self._session.tiered
-        self._report = report
-        self._history = np.empty(0, np.int32)
-        self.read_s = 0.0
-
-    def advance(self, history: I32) -> None:
-        """Read on to the end of this history, which begins with the one before."""
-        self.read_s += _read(
-            self._session, history[len(self._history) :], "kvmem reads", self._report
-        )
-        self._memory.save_checkpoint()  # a hybrid comes back to here
-        self._history = history
-
-    def ask(self, tokens: I32) -> RequestStats:
-        self._fill(self._memory.budget_blocks)
-        stats = _ask(self._session, self._history, tokens)
-        self._session.truncate(len(self._history))
-        return stats
-
-    def measure(self, phase: Phase, tokens: I32) -> _Measured:
-        memory, n_history = self._memory, len(self._history)
-        first_own = memory.n_blocks_of(n_history)
-        n_blocks = memory.budget_blocks
-        if phase == "reserve":  # the reply takes what is left
-            n_own = memory.n_blocks_of(n_history + len(tokens)) - first_own
-            n_blocks += memory.sizes.n_reserve_blocks - n_own
-        self._fill(n_blocks)
-        memory.begin_request()  # counts the seconds of storing from here on
-        n_sealed = memory.working_set.n_sealed
-        started = self._clock()
-        if phase == "prefill":
-            self._session.read(tokens)
-        else:
-            self._write(tokens, first_own)
-        if self._clock is process_time:
-            memory.index.flush()
-        seconds = self._clock() - started
-        waits = perf_counter()
-        memory.index.flush()  # a worker makes the summaries
-        summaries_s = perf_counter() - waits
-        n_stored = memory.working_set.n_sealed - n_sealed
-        measured = _Measured(
-            seconds=seconds,
-            bytes_out=n_stored * memory.port.payload_bytes,
-            store_s=memory.store_s,
-            summaries_s=summaries_s,
-        )
-        self._session.truncate(n_history)
-        return measured
-
-    def _fill(self, n_blocks: int) -> None:
-        scores = position_scores(self._memory.n_blocks_of(len(self._history)))
-        self._session.apply(self._session.select(scores, budget_blocks=n_blocks))
-
-    def _write(self, tokens: I32, first_own: int) -> None:
-        memory = self._memory
-        for token in tokens:
-            make_reply_room(memory, first_own)
-            memory.decode(np.array([token], np.int32), reply=True)
-            if memory.n_tokens % memory.block_tokens == 0:
-                memory.seal()
-            memory.context.logits(-1).argmax()
-
-
-class _Plain:
-    """Plain llama.cpp. The window is filled once, and full by the end of what is measured."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        system: Literal["stock", "window"],
-        report: Report,
-        clock: Callable[[], float],
-        most_tokens: int,
-    ) -> None:
-        self._session = engine.session()
-        self._clock = clock
-        self._memory = self._session.memory
-        self._system = system
-        self._report = report
-        self._n_cells = engine.n_ctx
-        self._is_hybrid = engine.model.is_hybrid
-        self._most_tokens = most_tokens
-        self._state: NDArray[np.uint8] | None = None
-        self._history = np.empty(0, np.int32)
-        self.read_s = 0.0
-
-    def advance(self, history: I32) -> None:
-        """Read on to the end of this history, which begins with the one before."""
-        if self._system == "window":
-            if len(self._history):
-                return  # what it costs does not depend on the tokens that it holds
-            # the state of a hybrid cannot be rewound, so it leaves room for the longest measurement
-            history = history[-(self._n_cells - self._most_tokens * self._is_hybrid) :]
-        self._restart(0)
-        self.read_s += _read(
-            self._session,
-            history[len(self._history) :],
-            f"{self._system} reads",
-            self._report,
-        )
-        self._history = history
-        if self._is_hybrid:
-            self._state = np.empty(state_bytes(self._memory.context), np.uint8)
-            save_state(self._memory.context, self._state)
-
-    def _restart(self, n: int) -> None:
-        """Leave room for n tokens: the window holds less, stock its whole history."""
-        n_history = len(self._history)
-        if self._state is None:
-            self._session.truncate(min(n_history, self._n_cells - n))
-        elif self._memory.n_tokens > n_history:
-            restore_state(self._memory.context, self._state, n_history)
-            # the memory asks for the newest position of both halves, and so leaves attention's
-            assert self._memory.context.seq_rm(0, n_history, -1)
-            self._session.truncate(n_history)
-            assert self._memory.n_tokens == n_history
-
-    def ask(self, tokens: I32) -> RequestStats:
-        self._restart(len(tokens) + 1)
-        return _ask(self._session, self._history, tokens)
-
-    def measure(self, phase: Phase, tokens: I32) -> _Measured:
-        self._restart(len(tokens))
-        memory = self._session.memory
-        started = self._clock()
-        if phase == "prefill":
-            self._session.read(tokens)
-        else:
-            for token in tokens:
-                memory.decode(np.array([token], np.int32))
-                memory.context.logits(-1).argmax()
-        return _Measured(seconds=self._clock() - started)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvmem.bench.speed import SYSTEMS, Phase, RequestRecord, SpeedRecord, System
+from kvmem.bench.speed import SYSTEMS, RequestRecord, SpeedRecord, System
+from kvmem.bench.speed_systems import Phase
 
 __all__ = ["Ratio", "RequestRow", "SpeedRow", "ratios", "request_rows", "speed_rows"]
 
