@@ -42,6 +42,9 @@ SpecType = Literal["none", "draft-mtp"]
 DraftState = Literal["snapshots", "replay"]
 
 MAX_DRAFTS = 5
+MAX_COUNT = (1 << 31) - 1  # llama.cpp counts tokens and layers in 32 bits
+MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
+MAX_BYTES = 1 << 50
 
 _log = logging.getLogger(__name__)
 
@@ -66,11 +69,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path))
-        _at_least("n_gpu_layers", self.n_gpu_layers, -1)
+        _within("n_gpu_layers", self.n_gpu_layers, -1)
         for name in ("n_threads", "n_threads_batch"):
             value = getattr(self, name)
             if value is not None:
-                _at_least(name, value, 1)
+                _within(name, value, 1, MAX_THREADS)
 
     @property
     def threads(self) -> int:
@@ -137,15 +140,15 @@ class MemoryConfig:
         _one_of("flash_attn", self.flash_attn, get_args(FlashAttention))
         if self.type_v not in FLOAT_KV_TYPES and self.flash_attn == "off":
             raise ConfigError("flash_attn", "off", f"on or auto with type_v={self.type_v}")
-        _at_least("batch_tokens", self.batch_tokens, 1)
+        _within("batch_tokens", self.batch_tokens, 1)
         if self.ubatch_tokens is not None:
-            _at_least("ubatch_tokens", self.ubatch_tokens, 1)
+            _within("ubatch_tokens", self.ubatch_tokens, 1)
             if self.ubatch_tokens > self.batch_tokens:
                 raise ConfigError(
                     "ubatch_tokens", self.ubatch_tokens, f"at most batch_tokens={self.batch_tokens}"
                 )
         if self.workspace_tokens is not None:
-            _at_least("workspace_tokens", self.workspace_tokens, 1)
+            _within("workspace_tokens", self.workspace_tokens, 1)
         if self.enabled:
             self._check_blocks()
 
@@ -159,16 +162,17 @@ class MemoryConfig:
                 continue
             if value < block:
                 raise ConfigError(name, value, f"at least one block (block_tokens={block})")
+            _within(name, value, block)
             if value % block:
                 whole = value // block * block
                 _log.warning(
                     "%s=%d is no multiple of block_tokens=%d; using %d", name, value, block, whole
                 )
                 object.__setattr__(self, name, whole)
-        _at_least("sink_tokens", self.sink_tokens, 0)
-        _at_least("conversations", self.conversations, 1)
+        _within("sink_tokens", self.sink_tokens, 0)
+        _within("conversations", self.conversations, 1)
         if self.conversations_bytes is not None:
-            _at_least("conversations_bytes", self.conversations_bytes, 1)
+            _within("conversations_bytes", self.conversations_bytes, 1, MAX_BYTES)
             if self.conversations == 1:
                 raise ConfigError(
                     "conversations_bytes",
@@ -184,9 +188,9 @@ class MemoryConfig:
                     f"at most host_limit_bytes={self.host_limit_bytes}, of which it is a part",
                 )
         if self.recent_tokens is not None:
-            _at_least("recent_tokens", self.recent_tokens, 0)
+            _within("recent_tokens", self.recent_tokens, 0)
         if self.host_limit_bytes is not None:
-            _at_least("host_limit_bytes", self.host_limit_bytes, 1)
+            _within("host_limit_bytes", self.host_limit_bytes, 1, MAX_BYTES)
         if self.budget_tokens is not None:
             self.check_pins(self.budget_tokens)
 
@@ -315,9 +319,11 @@ class EngineConfig:
             raise ConfigError("flash_attn", "off", rule)
 
 
-def _at_least(setting: str, value: int, least: int) -> None:
+def _within(setting: str, value: int, least: int, most: int = MAX_COUNT) -> None:
     if value < least:
         raise ConfigError(setting, value, f"at least {least}")
+    if value > most:
+        raise ConfigError(setting, value, f"at most {most}")
 
 
 def _one_of(setting: str, value: str, allowed: tuple[str, ...]) -> None:

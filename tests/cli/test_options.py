@@ -71,12 +71,34 @@ class Runner:
         ),
         (
             ["--kvmem-host-gb", "nan"],
-            "error: --kvmem-host-gb is nan, but must be GiB, from 0; try kvmem plan --help",
+            "error: --kvmem-host-gb is nan, but must be GiB, from 0 to 1048576; try kvmem plan "
+            "--help",
         ),
         (
             ["--kvmem-conversations-gb", "-1"],
-            "error: --kvmem-conversations-gb is -1.0, but must be GiB, from 0; try kvmem plan "
+            "error: --kvmem-conversations-gb is -1.0, but must be GiB, from 0 to 1048576; try "
+            "kvmem plan --help",
+        ),
+        (
+            ["--kvmem-host-gb", "1e300"],
+            "error: --kvmem-host-gb is 1e+300, but must be GiB, from 0 to 1048576; try kvmem plan "
             "--help",
+        ),
+        *(
+            (
+                [flag, "99999999999999999999"],
+                f"error: {flag} is 99999999999999999999, but must be at most {most}; try {hint}",
+            )
+            for flag, most, hint in (
+                ("-c", 2147483647, "kvmem plan --help"),
+                ("-b", 2147483647, "kvmem plan --help"),
+                ("-ngl", 2147483647, "kvmem plan --help"),
+                ("-t", 512, "kvmem plan --help"),
+                ("-tb", 512, "kvmem plan --help"),
+                ("--kvmem-conversations", 2147483647, "kvmem plan --help"),
+                ("--kvmem-budget", 2147483647, "another --kvmem-budget (kvmem plan shows what "
+                 "fits)"),
+            )
         ),
         (
             ["-t", "0"],

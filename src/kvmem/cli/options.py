@@ -5,7 +5,6 @@ A flag wins over its variable (LLAMA_ARG_* where llama-server has the flag, KVME
 ours). `cli.takes` gives a command the options of such classes.
 """
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from kvmem.cli.flags import flag, llama_flag
 from kvmem.config import (
+    MAX_BYTES,
     DraftConfig,
     DraftState,
     EngineConfig,
@@ -343,8 +343,8 @@ def _layers(text: str) -> int:
 
 def _bytes(setting: str, gib: float) -> int | None:
     """None for 0, which leaves the choice to us."""
-    if gib < 0 or not math.isfinite(gib):
-        raise ConfigError(setting, gib, "GiB, from 0")
+    if not 0 <= gib <= MAX_BYTES // GIB:  # nan is not, either
+        raise ConfigError(setting, gib, f"GiB, from 0 to {MAX_BYTES // GIB}")
     return int(gib * GIB) if gib else None
 
 
