@@ -10,7 +10,7 @@ import subprocess
 import urllib.error
 import urllib.request
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import httpx2
@@ -138,6 +138,31 @@ def test_a_termination_answers_every_request(tiny_llama: Path) -> None:
             head, _, text = rest_of(plain).decode().partition("\r\n\r\n")
             assert head.startswith("HTTP/1.1 503") and "retry-after: 2" in head.lower()
             assert json.loads(text)["error"]["message"] == "the server is stopping"
+    assert not any("Traceback" in line or "CancelledError" in line for line in server.log())
+
+
+@pytest.mark.parametrize(
+    ("stream", "number", "code"), [(False, signal.SIGTERM, 0), (True, signal.SIGINT, 130)]
+)
+def test_a_termination_does_not_wait_for_a_prompt_that_is_rendered(
+    tiny_llama: Path, stream: bool, number: int, code: int
+) -> None:
+    """So many messages take a template longer than a stop may last, and nothing interrupts it."""
+    messages = [{"role": "user", "content": "a"}] * 100_000
+    with (
+        serving("-m", str(tiny_llama), *ARGS, "-c", "65536") as server,
+        send(server.address(), {"messages": messages, "stream": stream}) as client,
+    ):
+        if stream:
+            assert client.recv(1) == b"H"
+        else:
+            sleep(1)  # there is nothing to see of it
+        sent = monotonic()
+        assert server.stop(number) == code
+        assert monotonic() - sent < 5
+        head, _, text = rest_of(client).decode().partition("\r\n\r\n")
+        assert '"code":503,"message":"the server is stopping"' in text
+        assert stream or "retry-after: 2" in head.lower()
     assert not any("Traceback" in line or "CancelledError" in line for line in server.log())
 
 

@@ -1,6 +1,7 @@
 """`kvmem serve`: the HTTP server."""
 
 import errno
+import os
 import signal
 import socket
 import ssl
@@ -116,9 +117,21 @@ def serve(
         # uvicorn stops by this signal, and raises it once more when it has: that is an orderly end
         signal.signal(signal.SIGTERM, finish)
         print(f"loading {config.model.path}", file=sys.stderr)
-        runner.run(sockets=[listener])
+        try:
+            runner.run(sockets=[listener])
+        except KeyboardInterrupt:
+            _leave_threads(app, 130)
+            raise
+        _leave_threads(app, 0)
     if failures:
         raise failures[0]
+
+
+def _leave_threads(app: Starlette, code: int) -> None:
+    """End the process where a long prompt is still rendered: Python would wait for that."""
+    if app.state.is_in_use():
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _check_certificate(config: ServerConfig) -> None:

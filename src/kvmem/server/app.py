@@ -40,7 +40,7 @@ def create_app(
     config: alias must be set; host and port are the business of whoever runs the application.
     on_ready, on_failure: called in another thread, when the backend is loaded or cannot be.
     Its `state.halt()` tells all clients that the server is stopping: call it before connections
-    are closed.
+    are closed. `state.is_in_use()`, once it has ended: a thread cannot be waited for.
     """
     worker = EngineWorker(
         load, queue_limit=config.queue_limit, on_ready=on_ready, on_failure=on_failure
@@ -80,6 +80,7 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.halt = worker.halt
+    app.state.is_in_use = lambda: worker.is_in_use
     return app
 
 

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -89,7 +88,7 @@ class CompletionApi:
     async def _begin(
         self, asked: CompletionRequest, backend: Backend, work: Work, kind: type[Shape]
     ) -> _Begun:
-        rendered = await run_in_threadpool(backend.render_completion, asked)
+        rendered = await self._worker.in_thread(backend.render_completion, asked)
         for prompt in rendered.prompts:
             if len(prompt.tokens) >= backend.n_ctx:
                 raise ContextLengthError(len(prompt.tokens), backend.n_ctx)

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -103,7 +102,7 @@ class Api:
         return JSONResponse(begun.shape.whole(replies))
 
     async def _begin(self, asked: ChatRequest, backend: Backend, work: Work) -> Begun:
-        rendered = await run_in_threadpool(backend.render, asked, limit_tokens=backend.n_ctx)
+        rendered = await self._worker.in_thread(backend.render, asked, limit_tokens=backend.n_ctx)
         prompt = rendered.prompt
         again = replace(prompt, is_read_anew=False)  # the first reply has read it
         if len(prompt.tokens) >= backend.n_ctx:

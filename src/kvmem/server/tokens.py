@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -46,7 +45,7 @@ class TokenApi:
         if body.get("content") is None:
             return JSONResponse({"tokens": []})
         special = read_bool(body, "parse_special")
-        return await run_in_threadpool(
+        return await self._worker.in_thread(
             _tokenize,
             read_mixed_text(body["content"], "content"),
             tokenizer,
@@ -59,18 +58,18 @@ class TokenApi:
         """The text of `tokens`."""
         body = await read_object_body(request)
         tokens = read_list(body, "tokens") or []
-        return await run_in_threadpool(_detokenize, tokens, self._worker.backend.tokenizer)
+        return await self._worker.in_thread(_detokenize, tokens, self._worker.backend.tokenizer)
 
     async def apply_template(self, request: Request) -> Response:
         """The prompt that a chat request would give, as text."""
         asked = parse_chat_request(await read_json(request), self._defaults)
-        rendered = await run_in_threadpool(self._worker.backend.render, asked)
+        rendered = await self._worker.in_thread(self._worker.backend.render, asked)
         return JSONResponse({"prompt": rendered.text})
 
     async def count(self, request: Request) -> Response:
         """How many tokens the prompt of a chat request has, as `usage` would count them."""
         asked = parse_chat_request(await read_json(request), self._defaults)
-        rendered = await run_in_threadpool(self._worker.backend.render, asked)
+        rendered = await self._worker.in_thread(self._worker.backend.render, asked)
         n_tokens = len(rendered.prompt.tokens)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": n_tokens})
 

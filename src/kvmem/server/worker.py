@@ -8,6 +8,9 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from starlette.concurrency import run_in_threadpool
 
 from kvmem.engine.events import Done, Event
 from kvmem.engine.prompt import Prompt
@@ -21,6 +24,9 @@ from kvmem.server.request_log import log_reply, log_unserved
 from kvmem.server.watch import Watch
 
 __all__ = ["EngineWorker", "Generation", "Load"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Load = Callable[[Callable[[float], object]], Backend]
 
@@ -161,6 +167,8 @@ class EngineWorker:
         self._backend: Backend | None = None
         self._failure: BaseException | None = None
         self._stopping = False
+        self._halts: set[Callable[[], None]] = set()  # wake who waits for a thread
+        self._n_in_threads = 0
         self._may_close = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvmem-engine", daemon=True)
         self.progress = 0.0
@@ -179,6 +187,9 @@ class EngineWorker:
         with self._lock:
             self._stopping = True
             current = self._current
+            halts = tuple(self._halts)
+        for halt in halts:
+            halt()
         for generation in self._queue.close():
             generation.refuse(STOPPING, "stopped")
         if current is not None:
@@ -190,6 +201,48 @@ class EngineWorker:
         self.halt()
         self._may_close.set()
         self._thread.join()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a thread still reads the backend, though nobody waits for it any more."""
+        return self._n_in_threads > 0
+
+    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What it returns, out of a thread that may read the backend.
+
+        Raises Cancelled as the server stops, though the thread goes on: it cannot be interrupted.
+        """
+
+        def call() -> T:
+            try:
+                return function(*args, **kwargs)
+            finally:
+                with self._lock:
+                    self._n_in_threads -= 1
+
+        loop = asyncio.get_running_loop()
+        halted = asyncio.Event()
+
+        def halt() -> None:
+            loop.call_soon_threadsafe(halted.set)
+
+        with self._lock:
+            if self._stopping:
+                raise Cancelled(STOPPING)
+            self._halts.add(halt)
+            self._n_in_threads += 1
+        work = asyncio.ensure_future(run_in_threadpool(call))
+        work.add_done_callback(_look_at)
+        end = asyncio.ensure_future(halted.wait())
+        try:
+            await asyncio.wait({work, end}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            end.cancel()
+            with self._lock:
+                self._halts.discard(halt)
+        if not work.done():
+            raise Cancelled(STOPPING)
+        return work.result()
 
     @property
     def backend(self) -> Backend:
@@ -257,7 +310,8 @@ class EngineWorker:
         finally:
             if self._stopping:  # handlers may still count tokens
                 self._may_close.wait()
-            backend.close()
+            if not self.is_in_use:  # else the process ends with it
+                backend.close()
 
     def _fail(self, error: Exception) -> None:
         """Nothing is served from now on; who waits is told."""
@@ -266,6 +320,12 @@ class EngineWorker:
             waiting.refuse("the server has failed", "500")
         if self._on_failure is not None and not self._stopping:
             self._on_failure(error)
+
+
+def _look_at(work: "asyncio.Future[Any]") -> None:
+    """Of a failure that nobody waits for, asyncio would complain."""
+    if not work.cancelled():
+        work.exception()
 
 
 def _session_of(prompt: Prompt) -> Hashable:
