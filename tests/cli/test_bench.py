@@ -6,18 +6,24 @@ from pathlib import Path
 import pytest
 
 from kvmem.bench.demo_model import SMOLLM2
+from kvmem.cli import progress
 from kvmem.cli.app import execute
 
 RECALL = ("bench", "recall", "--prompts", "1", "-t", "1", "--kvmem-scorer", "lexical")
 
 
 def test_recall_prints_a_table_and_writes_raw_records(
-    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_llama: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And tells a pipe how far it is."""
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
     raw = tmp_path / "recall.jsonl"
     assert execute([*RECALL, "-m", str(tiny_llama), "-o", str(raw)]) == 0
     captured = capsys.readouterr()
-    assert captured.err == ""
+    assert captured.err.splitlines() == [f"questions: {done} of 8" for done in range(9)]
     for word in ("gold recall", "stock", "full", "gold", "lexical", "recency", "seeds 0..0"):
         assert word in captured.out
     where, *records = [json.loads(line) for line in raw.read_text().splitlines()]

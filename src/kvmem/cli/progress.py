@@ -1,8 +1,9 @@
-"""Progress on stderr (bars on a terminal, silence elsewhere) and tables on stdout."""
+"""Progress on stderr (bars on a terminal, now and then a line elsewhere) and tables on stdout."""
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from time import monotonic
 
 from rich.console import Console
 from rich.progress import (
@@ -16,9 +17,13 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from kvmem.cli.show import size
+
 Report = Callable[[str, int, int], None]
 """Called with what is being done, units done, and units in all."""
 
+EVERY_S = 10.0
+"""Between two lines of progress, and before the first, so that what is short stays silent."""
 
 WIDE = 120
 """Columns of a table that goes to a file or a pipe."""
@@ -29,9 +34,18 @@ def table_console(*, quiet: bool = False) -> Console:
     return Console(highlight=False, quiet=quiet, width=None if sys.stdout.isatty() else WIDE)
 
 
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
-def progress(*, unit_bytes: bool = False) -> Iterator[Report]:
-    """A function that shows one bar for each thing that is reported to it."""
+def progress(*, unit_bytes: bool = False, say: Callable[[str], object] = say) -> Iterator[Report]:
+    """A function that shows one bar for each thing that is reported to it; where there is no
+    terminal it says how far that is.
+    """
+    if not sys.stderr.isatty():
+        yield _lines(say, unit_bytes=unit_bytes)
+        return
     amount: ProgressColumn = DownloadColumn() if unit_bytes else MofNCompleteColumn()
     bars = Progress(
         TextColumn("{task.description}"),
@@ -39,7 +53,6 @@ def progress(*, unit_bytes: bool = False) -> Iterator[Report]:
         amount,
         TimeElapsedColumn(),
         console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
         transient=True,
     )
     tasks: dict[str, TaskID] = {}
@@ -51,3 +64,16 @@ def progress(*, unit_bytes: bool = False) -> Iterator[Report]:
 
     with bars:
         yield report
+
+
+def _lines(say: Callable[[str], object], *, unit_bytes: bool) -> Report:
+    last = monotonic()
+    show = size if unit_bytes else str
+
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal last
+        if monotonic() - last >= EVERY_S:
+            last = monotonic()
+            say(f"{what}: {show(done)} of {show(total)}")
+
+    return report
