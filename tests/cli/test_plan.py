@@ -9,6 +9,8 @@ import pytest
 from kvmem.cli.app import execute
 from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine.engine import Engine
+from kvmem.engine.placement import _warn
+from kvmem.llama import runtime
 
 ARGS = ("-c", "4096", "--kvmem-budget", "512", "--kvmem-block-tokens", "32", "--kvmem-gen-reserve")
 
@@ -99,6 +101,23 @@ def test_checkpoints_take_room_from_the_history(
     assert "a checkpoint in it 38.1 KiB the recurrent state" in shown
     assert "all checkpoints 342.7 KiB 8 kept, one being written" in shown
     assert f"beside all checkpoints {left // token:,} beyond it they give way to blocks" in shown
+
+
+@pytest.mark.skipif(
+    any(kind != "cpu" for _, _, kind, _, _ in runtime.devices()), reason="there is a GPU"
+)
+def test_layers_for_a_gpu_that_is_not_there(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _warn.cache_clear()
+    args = ["plan", "-m", str(tiny_llama), *ARGS, "128"]
+    for layers in ("all", "0"):
+        assert execute([*args, "-ngl", layers]) == 0
+        assert capsys.readouterr().err == ""
+    assert execute([*args, "-ngl", "20"]) == 0
+    assert capsys.readouterr().err == (
+        "W kvmem.engine.placement: -ngl 20 has no effect: this machine or this build has no GPU\n"
+    )
 
 
 def test_without_the_memory(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

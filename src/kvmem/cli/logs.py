@@ -11,6 +11,8 @@ __all__ = ["LogFormat", "set_up"]
 
 LogFormat = Literal["text", "json"]
 
+OF_SETTINGS = ("kvmem.config", "kvmem.engine.placement")
+
 
 class _Text(logging.Formatter):
     """Names settings by their flags, as the person who reads it typed them."""
@@ -20,7 +22,7 @@ class _Text(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
-        return in_flags(line) if record.name == "kvmem.config" else line
+        return in_flags(line) if record.name in OF_SETTINGS else line
 
 
 class _Json(logging.Formatter):

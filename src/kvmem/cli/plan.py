@@ -15,6 +15,7 @@ from kvmem.engine.calibration import Found, find
 from kvmem.engine.checkpoint import MAX_CHECKPOINTS
 from kvmem.engine.engine import Engine
 from kvmem.engine.facts import memory_facts
+from kvmem.engine.placement import warn_without_gpu
 from kvmem.llama.model import Model
 
 __all__ = ["Plan", "make_plan", "plan", "plan_of", "render_plan"]
@@ -141,6 +142,7 @@ def make_plan(config: EngineConfig) -> Plan:
     Raises ModelError and ConfigError as a start would.
     """
     load_mtp = config.draft.enabled
+    warn_without_gpu(config.model)
     with (
         Model(config.model.path, n_gpu_layers=0, use_mmap=True, load_mtp=load_mtp) as model,
         # where its layers would lie; the first tells what only the graph of a real one knows

@@ -13,6 +13,7 @@ from kvmem.engine.draft import Drafter, make_drafter
 from kvmem.engine.facts import memory_facts
 from kvmem.engine.fit import make_fitting
 from kvmem.engine.memory import Memory, PlainMemory, TieredMemory
+from kvmem.engine.placement import warn_without_gpu
 from kvmem.engine.session import Session
 from kvmem.engine.turns import Turns
 from kvmem.errors import ConfigError, StateError
@@ -46,6 +47,7 @@ class Engine:
         self._turns = Turns()
         self._session: Session | None = None
         self._memory: Memory | None = None
+        warn_without_gpu(config.model)
         self.model = Model(
             config.model.path,
             n_gpu_layers=config.model.n_gpu_layers,
