@@ -17,6 +17,7 @@ CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "one two three four"}]}
 KEYS = ["conversation", "use", "prompt", "hit", "selected", "staged_in", "replayed", "prefill_s",
         "decode_tok_s", "reply", "end", "memory"]  # fmt: skip
+REFUSED = ["route", "error", "param"]
 
 Line = dict[str, Any]
 
@@ -25,7 +26,7 @@ def lines_of(records: list[Any]) -> list[Line]:
     """The fields of each line; the keys are the same in all."""
     lines = [record for record in records if record.name == "kvmem.server.request"]
     for record in lines:
-        assert list(record.fields) == KEYS
+        assert list(record.fields) in (KEYS, [*KEYS, *REFUSED])
         assert record.getMessage() == " ".join(f"{k}={v}" for k, v in record.fields.items())
     return [record.fields for record in lines]
 
@@ -101,6 +102,32 @@ def test_requests_that_are_refused(request_of: dict[str, Any], end: str, stream:
     (line,) = lines_after(backend, stream=stream, **request_of)
     assert (line["end"], line["prompt"], line["use"], line["memory"]) == (end, 0, "none", "none")
     assert backend.params == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("request_of", "told"),
+    [
+        ({"max_tokens": "9"}, (CHAT, "invalid_request_error", "max_tokens")),
+        ({"messages": [{"role": "fiend"}]}, (CHAT, "invalid_request_error", "messages[0]")),
+        (
+            {"chat_template_kwargs": {"enable_thinking": "x"}},
+            (CHAT, "invalid_request_error", "chat_template_kwargs"),
+        ),
+        ({"content": b"[]"}, (CHAT, "invalid_request_error", "none")),
+        (
+            {"messages": [{"role": "user", "content": "word " * 70}]},
+            (CHAT, "exceed_context_size_error", "none"),
+        ),
+        ({"path": "/secret"}, ("unknown", "not_found_error", "none")),
+        ({"config": {"api_keys": ("k",)}}, (CHAT, "authentication_error", "none")),
+    ],
+)
+def test_a_refusal_tells_where_and_of_what(
+    request_of: dict[str, Any], told: tuple[str, ...], stream: bool
+) -> None:
+    (line,) = lines_after(FakeBackend(), stream=stream, **request_of)
+    assert tuple(line[key] for key in REFUSED) == told
 
 
 def test_a_body_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,15 +59,11 @@ def create_app(
         finally:
             await run_in_threadpool(worker.stop)
 
+    routes = [*api.routes(), *completions.routes(), *tokens.routes(), *monitor.routes()]
     app = Starlette(
-        routes=[
-            *api.routes(),
-            *completions.routes(),
-            *tokens.routes(),
-            *monitor.routes(),
-        ],
+        routes=routes,
         middleware=[
-            Middleware(RequestLog),
+            Middleware(RequestLog, routes=frozenset(route.path for route in routes)),
             *_host_check(config),
             Middleware(Origins, allowed=config.cors_origins),  # before keys: a preflight has none
             Middleware(ApiKeys, keys=config.api_keys),

@@ -7,8 +7,8 @@ from starlette.requests import Request
 from kvmem.chat.fields import FieldError
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams
-from kvmem.server.errors import ClientGone, status_of
-from kvmem.server.request_log import QUEUED, log_refused
+from kvmem.server.errors import ClientGone, error_body
+from kvmem.server.request_log import QUEUED, ROUTE, log_refused
 from kvmem.server.worker import EngineWorker, Generation
 
 __all__ = ["Work", "check_n_replies"]
@@ -53,4 +53,4 @@ class Work:
     def log_failure(self, error: BaseException | None) -> None:
         """See that the log has a line of a stream that this ended before anything was queued."""
         if isinstance(error, Exception) and not getattr(self._state, QUEUED, False):
-            log_refused(status_of(error))
+            log_refused(error_body(error)["error"], getattr(self._state, ROUTE))
