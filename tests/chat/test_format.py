@@ -488,6 +488,18 @@ def test_an_all_of_that_leads_back_to_itself(vocab: Vocab, choice: str) -> None:
     assert choice == "none" or any("comes back to itself" in note for note in rendered.notes)
 
 
+def test_calls_that_a_template_does_not_show_are_told(vocab: Vocab) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [user("hi"), said, {"role": "tool", "tool_call_id": "1", "content": "so"}]
+    rendered = render(vocab, *messages, source=tiny_vocab.CHATML)
+    assert "look" not in rendered.text
+    (note,) = rendered.notes
+    assert note == "the chat template has no place for calls: those of the messages are left out"
+    assert render(vocab, *messages, source=tiny_vocab.CHATML_TOOLS).notes == ()
+    assert render(vocab, *messages[::2], source=tiny_vocab.CHATML).notes == ()
+
+
 def test_a_template_without_tools_says_so(vocab: Vocab) -> None:
     rendered = render(vocab, source=tiny_vocab.CHATML, tools=[LOOK])
     assert rendered.text == render(vocab, source=tiny_vocab.CHATML).text

@@ -92,6 +92,12 @@ class TemplateFormat:
         shows: bool = self._info["caps"]["supports_tools"]
         return shows
 
+    def left_out(self, messages: Sequence[Message]) -> tuple[str, ...]:
+        """What it does not show of these messages."""
+        if self._info["caps"]["supports_tool_calls"] or not any(m.tool_calls for m in messages):
+            return ()
+        return ("the chat template has no place for calls: those of the messages are left out",)
+
     def calls_in_parallel(self, request: ChatRequest) -> bool:
         """Whether a reply may hold several calls: as asked, else as the template does."""
         if request.parallel_tool_calls is not None:

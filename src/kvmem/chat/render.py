@@ -132,7 +132,11 @@ class ChatRenderer:
             thinking=find_thinking(result),
             preserved={token: self._vocab.piece(token) for token in result["preserved"]},
             call_ids=tuple(call.id for m in request.messages for call in m.tool_calls),
-            notes=(*request.notes, *demands.notes),
+            notes=(
+                *request.notes,
+                *demands.notes,
+                *self._format.left_out(request.messages),
+            ),
         )
 
     def _open(self, request: ChatRequest, fields: dict[str, Any]) -> ReplyParser:
