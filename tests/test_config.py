@@ -28,7 +28,8 @@ FACTS = MemoryFacts(
     [
         (
             {"budget_tokens": 100},
-            "budget_tokens is 100, but must be at least one block (block_tokens=128)",
+            "budget_tokens is 100, but must be at least two blocks (block_tokens=128), of which "
+            "the sink is one",
         ),
         (
             {"reserve_tokens": 0},
@@ -46,8 +47,8 @@ FACTS = MemoryFacts(
         ),
         (
             {"budget_tokens": 128},
-            "sink_tokens is 128, but must be below budget_tokens=128 "
-            "(the sink is at least one block)",
+            "budget_tokens is 128, but must be at least two blocks (block_tokens=128), of which "
+            "the sink is one",
         ),
         (
             {"budget_tokens": 512, "recent_tokens": 384},
@@ -118,6 +119,14 @@ def test_a_small_device_gets_half_of_what_is_free() -> None:
     pool = sizes(replace(FACTS, places=(replace(HOST, free_bytes=4 << 20),)))
     assert pool.pool_tokens == 2048
     assert pool.reserve_tokens == 512  # a quarter
+
+
+def test_a_reserve_that_leaves_no_budget_is_what_is_named() -> None:
+    small = replace(FACTS, places=(replace(HOST, free_bytes=4 << 20),))
+    rule = "reserve_tokens is 2048, but must be at most 1792: a pool of 2048 fits, and a budget "
+    with pytest.raises(ConfigError, match=f"^{rule}needs two blocks of it$"):
+        sizes(small, reserve_tokens=2048)
+    assert sizes(small, reserve_tokens=1792).n_budget_blocks == 2
 
 
 @pytest.mark.parametrize(("budget", "reserve"), [(512, 160), (4096, 1344), (131072, 16384)])
@@ -214,7 +223,7 @@ def test_a_given_pool_counts_what_lies_beside_it_and_no_headroom() -> None:
     assert sizes(on(CARD), budget_tokens=most, reserve_tokens=16384, workspace_tokens=262144)
     with pytest.raises(
         ConfigError,
-        match=rf"at most {most} beside .* of CUDA0 are free, 873 MiB of them for buffers; "
+        match=rf"at most {most} beside .* of CUDA0 are free; buffers beside it take 873 MiB; "
         "ubatch_tokens=256 needs less",
     ):
         sizes(on(CARD), budget_tokens=most + 128, reserve_tokens=16384, workspace_tokens=262144)

@@ -160,6 +160,9 @@ class MemoryConfig:
             value = getattr(self, name)
             if value is None:
                 continue
+            if name == "budget_tokens" and value < 2 * block:
+                rule = f"at least two blocks (block_tokens={block}), of which the sink is one"
+                raise ConfigError(name, value, rule)
             if value < block:
                 raise ConfigError(name, value, f"at least one block (block_tokens={block})")
             _within(name, value, block)

@@ -224,6 +224,13 @@ def _resolve_pool(
             kept = reserve or _quarter(config, pool)
             budget = pool - kept
             sources["budget_tokens"] = f"auto: {what}"
+        if reserve is not None and budget < 2 < pool:
+            raise ConfigError(
+                "reserve_tokens",
+                reserve * block,
+                f"at most {(pool - 2) * block}: a pool of {pool * block} fits, and a budget needs "
+                "two blocks of it",
+            )
         if budget < 1:
             beside = tightest.bytes_beside(0) + tightest.headroom_bytes
             raise ConfigError(
@@ -244,7 +251,9 @@ def _resolve_pool(
     for place in facts.holders:
         if (budget + reserve) * block > place.most_tokens():
             most = max(0, place.most_tokens() // block - reserve) * block
-            buffers = f"{_size(place.bytes_beside((budget + reserve) * block))} of them for buffers"
+            buffers = (
+                f"buffers beside it take {_size(place.bytes_beside((budget + reserve) * block))}"
+            )
             if not place.is_host and config.ubatch >= 64:
                 buffers += f"; ubatch_tokens={config.ubatch // 2} needs less"
             raise ConfigError(
@@ -252,7 +261,7 @@ def _resolve_pool(
                 budget * block,
                 f"at most {most} beside a reserve of {reserve * block} "
                 f"({place.free_bytes / GIB:.1f} of the {place.total_bytes / GIB:.1f} GiB of "
-                f"{_called(place)} are free, {buffers})",
+                f"{_called(place)} are free; {buffers})",
             )
     for place in facts.places:
         if not place.is_host and not place.kv_bytes_per_token:

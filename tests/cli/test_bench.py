@@ -67,7 +67,10 @@ def test_speed_prints_each_system_beside_the_others(
     ("arguments", "line"),
     [
         (["recall", "--kvmem-scorer", "best"], "error: --kvmem-scorer is best, but must be one of"),
-        (["recall", "--kvmem-budget", "4096"], "below --tokens 3072"),
+        (
+            ["recall", "--kvmem-budget", "4096"],
+            "error: --tokens is 3072, but must be above --kvmem-budget 4096",
+        ),
         (["recall", "--gate", "--tokens", "4096"], "error: --gate is for 4096 tokens, budget 512"),
         (
             ["recall", "--gate", "--kvmem-scorer", "lexical"],

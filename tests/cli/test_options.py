@@ -46,8 +46,9 @@ class Runner:
     [
         (
             ["--kvmem-budget", "100"],
-            "error: --kvmem-budget is 100, but must be at least one block (--kvmem-block-tokens "
-            "128); try another --kvmem-budget (kvmem plan shows what fits)",
+            "error: --kvmem-budget is 100, but must be at least two blocks (--kvmem-block-tokens "
+            "128), of which the sink is one; try another --kvmem-budget (kvmem plan shows what "
+            "fits)",
         ),
         (
             ["--kvmem-budget", "512", "--kvmem-sink-tokens", "512"],
@@ -62,7 +63,7 @@ class Runner:
         (
             ["--kvmem-gen-reserve", "0"],
             "error: --kvmem-gen-reserve is 0, but must be at least one block "
-            "(--kvmem-block-tokens 128); try a larger --kvmem-gen-reserve, or leave it out",
+            "(--kvmem-block-tokens 128); try another --kvmem-gen-reserve, or leave it out",
         ),
         (
             ["-ctk", "f16"],

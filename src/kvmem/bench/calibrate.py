@@ -64,9 +64,8 @@ class CalibrationSpec:
         if self.questions is not None:
             return
         if self.budget_tokens >= self.n_tokens:
-            raise ConfigError(
-                "budget_tokens", self.budget_tokens, f"below n_tokens={self.n_tokens}"
-            )
+            rule = f"above budget_tokens={self.budget_tokens}"
+            raise ConfigError("n_tokens", self.n_tokens, rule)
         self.workload()
 
     def workload(self) -> WorkloadSpec:

@@ -67,9 +67,8 @@ class RecallSpec:
         if self.n_prompts < 1:
             raise ConfigError("n_prompts", self.n_prompts, "at least 1")
         if self.budget_tokens >= self.n_tokens:
-            raise ConfigError(
-                "budget_tokens", self.budget_tokens, f"below n_tokens={self.n_tokens}"
-            )
+            rule = f"above budget_tokens={self.budget_tokens}"
+            raise ConfigError("n_tokens", self.n_tokens, rule)
         if self.questions is None:
             self.workload()
 

@@ -61,7 +61,9 @@ def load_recall(path: Path) -> list[tuple[str, Record]]:
     try:
         return [_recall(line) for line in read_jsonl(path) if "policy" in line]
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError("file", path, f"one of kvmem bench quality or recall ({error})") from None
+        raise ConfigError(
+            "kept_run", path, f"one of kvmem bench quality or recall ({error})"
+        ) from None
 
 
 def _recall(line: dict[str, Any]) -> tuple[str, Record]:
@@ -100,9 +102,8 @@ def _load(path: Path) -> SavedRun:
             n_others=len(lines) - sum(map(len, known)),
         )
     except (ValueError, TypeError) as error:
-        raise ConfigError("file", str(path), f"one that `kvmem bench --out` wrote ({error})") from (
-            error
-        )
+        rule = f"one that `kvmem bench --out` wrote ({error})"
+        raise ConfigError("kept_run", str(path), rule) from error
 
 
 def _is_experiment(line: dict[str, Any]) -> bool:

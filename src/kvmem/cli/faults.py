@@ -60,6 +60,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "n_turns": "--turns",
         "first_seed": "--seed",
         "folder": "the folder",
+        "kept_run": "the file of a kept run",
         "temperature": "--temp",
     }
 )
@@ -69,7 +70,7 @@ HINTS: Mapping[str, str] = MappingProxyType(
     {
         "model": "-m FILE, or kvmem demo-model for a small one",
         "budget_tokens": "another --kvmem-budget (kvmem plan shows what fits)",
-        "reserve_tokens": "a larger --kvmem-gen-reserve, or leave it out",
+        "reserve_tokens": "another --kvmem-gen-reserve, or leave it out",
         "sink_tokens": "a smaller --kvmem-sink-tokens, or a larger --kvmem-budget",
         "recent_tokens": "a smaller --kvmem-recent-tokens, or a larger --kvmem-budget",
         "host_limit_bytes": "a smaller --kvmem-host-gb, or leave it out",
