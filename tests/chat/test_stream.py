@@ -28,7 +28,11 @@ def test_characters_are_whole_at_every_cut(text: str) -> None:
 
 def test_bytes_that_are_no_character_become_the_replacement() -> None:
     assert "".join(shown([b"a", b"\xff", b"b", b"\xe2", b"c"])) == "a\ufffdb\ufffdc"
-    assert shown(["é".encode()[:1]]) == ["", "\ufffd"]
+
+
+def test_a_character_that_is_cut_at_the_end_is_left_out() -> None:
+    assert shown(["a🙂".encode()[:-1]]) == ["a", ""]
+    assert shown([b"one ST", b"\xe2\x82"], ("STOP",)) == ["one ", "", "ST"]
 
 
 def test_a_stop_text_cuts_and_is_not_shown() -> None:

@@ -44,7 +44,9 @@ class StopMatcher:
 
 
 class ReplyText:
-    """The text of one reply. Bytes that are no UTF-8 become the replacement character."""
+    """The text of one reply. Bytes that are no UTF-8 become the replacement character; those that
+    only begin one, at the end, are left out.
+    """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -70,8 +72,7 @@ class ReplyText:
         if self._finished:
             return ""
         self._finished = True
-        rest = self._matcher.feed(self._decoder.decode(b"", final=True))
-        return rest + self._matcher.finish()
+        return self._matcher.finish()
 
 
 def _overlap(text: str, stop: str) -> int:
