@@ -87,6 +87,16 @@ def test_the_counters_are_the_sums_of_what_the_replies_said(client: TestClient) 
     assert after["llamacpp:requests_processing"] == 0
 
 
+def test_a_refused_request_is_not_among_the_replies_that_began(client: TestClient) -> None:
+    ask(client, "hello")
+    before = measures(client)
+    body = {"messages": [user("hello")], "max_tokens": "9"}
+    assert client.post("/v1/chat/completions", json=body).status_code == 400
+    assert measures(client) == before
+    text = client.get("/metrics").text
+    assert "# HELP kvmem:requests_total Replies that began, by how they ended." in text
+
+
 def test_the_rate_of_replies_is_that_of_their_steps() -> None:
     """The first token of a reply costs no step, and none of the time that is counted."""
     watch = Watch()

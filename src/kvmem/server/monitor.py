@@ -173,7 +173,9 @@ class _Measures(Collector):
         )
         yield _gauge("kvmem:device_bytes", "Bytes of the pool.", report.get("device_bytes", 0))
         yield _gauge("kvmem:conversations", "Conversations kept.", report.get("n_conversations", 0))
-        ends = CounterMetricFamily("kvmem:requests", "Requests by how they ended.", labels=["end"])
+        ends = CounterMetricFamily(
+            "kvmem:requests", "Replies that began, by how they ended.", labels=["end"]
+        )
         for end, count in totals.ends.items():
             ends.add_metric([end], count)
         yield ends
