@@ -247,6 +247,11 @@ def test_a_start_calibrates_where_that_is_used(tiny_llama: Path, tmp_path: Path)
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     with serving("-m", model, *START, "--kvmem-calibrate", variables=cache) as server:
         server.until(f"^calibrating {model}$")
+        assert server.stop(signal.SIGTERM) == 0
+    assert not any("Traceback" in line for line in server.log())
+    with serving("-m", model, *START, variables=cache) as server:
+        server.until("^loading ")
+        assert server.stop(signal.SIGTERM) == 0
     with serving("-m", model, *START, "--kvmem-calibrate", "--no-kvmem", variables=cache) as server:
         server.address()
         assert server.seen[0].startswith("not calibrated, as it would not be used")
