@@ -390,6 +390,16 @@ def test_tools_of_other_types_are_left_out_with_a_note(vocab: Vocab) -> None:
         ),
         ({"json_schema": WIDE}, "response_format", "maximum at # has no grammar beyond"),
         (
+            {"json_schema": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}},
+            "response_format",
+            "uniqueItems at # has no grammar; leave it out, or give its items an enum of few",
+        ),
+        (
+            {"json_schema": {"not": {"type": "null"}}},
+            "response_format",
+            "not at # has no grammar; leave it out$",
+        ),
+        (
             {"json_schema": {"type": "string", "pattern": "^a{5,3}$"}},
             "response_format",
             "cannot be enforced: pattern at # .*5,3., whose minimum is above its maximum",

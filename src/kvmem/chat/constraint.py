@@ -10,6 +10,7 @@ from kvmem.chat.normal import NormalSchema, normal_schema
 from kvmem.chat.schema import (
     MAX_DEPTH,
     MAX_TEXT,
+    Unenforced,
     find_contradictions,
     find_oversized,
     find_unenforced,
@@ -41,6 +42,14 @@ def require_grammar(model: Model, grammar: str) -> None:
         raise FieldError("grammar", f"does not parse: {error}") from None
 
 
+def _hint(fault: Unenforced) -> str:
+    """What to change, where a keyword alone is in the way."""
+    if fault.reason != "has no grammar":
+        return ""
+    values = ", or give its items an enum of few values" if fault.keyword == "uniqueItems" else ""
+    return f"; leave it out{values}"
+
+
 def require_schema(model: Model, schema: Mapping[str, Any], field: str) -> NormalSchema:
     """The schema as llama.cpp is to get it.
 
@@ -52,7 +61,7 @@ def require_schema(model: Model, schema: Mapping[str, Any], field: str) -> Norma
     for fault in find_contradictions(normal):
         raise FieldError(field, f"has no value: {fault}")
     for fault in find_unenforced(normal, lambda text: check_grammar(model, text)):
-        raise FieldError(field, f"cannot be enforced: {fault}")
+        raise FieldError(field, f"cannot be enforced: {fault}{_hint(fault)}")
     for fault in find_oversized(normal.schema):
         raise FieldError(field, f"cannot be enforced, written out: {fault}")
     return normal if normal.schema else replace(normal, schema=dict(ANY_VALUE))
