@@ -102,6 +102,16 @@ class Runner:
             )
         ),
         (
+            ["--no-kvmem", "--kvmem-budget", "512"],
+            "error: --kvmem is off, but must be on with --kvmem-budget 512; try it without that, "
+            "or without --no-kvmem",
+        ),
+        (
+            ["--no-kvmem", "--kvmem-host-gb", "2"],
+            "error: --kvmem is off, but must be on with --kvmem-host-gb 2.0; try it without that, "
+            "or without --no-kvmem",
+        ),
+        (
             ["-t", "0"],
             "error: -t is 0, but must be at least 1, or -1 for all cores; try kvmem plan --help",
         ),

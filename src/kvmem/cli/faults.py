@@ -69,6 +69,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
 HINTS: Mapping[str, str] = MappingProxyType(
     {
         "model": "-m FILE, or kvmem demo-model for a small one",
+        "kvmem": "it without that, or without --no-kvmem",
         "budget_tokens": "another --kvmem-budget (kvmem plan shows what fits)",
         "reserve_tokens": "another --kvmem-gen-reserve, or leave it out",
         "sink_tokens": "a smaller --kvmem-sink-tokens, or a larger --kvmem-budget",

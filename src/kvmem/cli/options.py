@@ -263,6 +263,8 @@ class EngineOptions:
         if self.workspace < 0:
             rule = "at least 1, or 0 for the length that the model was trained for"
             raise ConfigError("workspace_tokens", self.workspace, rule)
+        if not self.kvmem:
+            self._check_plain()
         unsaid = OURS if self.kvmem else LLAMA_CPP
         batch = unsaid.batch if self.batch is None else self.batch
         ubatch = self.ubatch
@@ -309,6 +311,19 @@ class EngineOptions:
                 state=self.mtp_state,
             ),
         )
+
+    def _check_plain(self) -> None:
+        """Plain llama.cpp has no use for these sizes."""
+        for setting, value in (
+            ("budget_tokens", self.budget),
+            ("reserve_tokens", self.reserve),
+            ("sink_tokens", self.sink),
+            ("recent_tokens", self.recent),
+            ("host_limit_bytes", self.host_gb),
+            ("conversations_bytes", self.conversations_gb),
+        ):
+            if value:
+                raise ConfigError("kvmem", "off", f"on with {setting}={value}")
 
     def _template(self) -> str | None:
         source = self._template_source()
