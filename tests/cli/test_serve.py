@@ -258,6 +258,22 @@ def test_a_start_calibrates_where_that_is_used(tiny_llama: Path, tmp_path: Path)
         assert server.stop() == 130
 
 
+def test_every_line_of_a_start_is_an_object_where_that_is_asked_for(tiny_llama: Path) -> None:
+    args = ("-m", str(tiny_llama), *START, "--log-format", "json", "--kvmem-calibrate",
+            "--kvmem-calibration", "off")  # fmt: skip
+    with serving(*args) as server:
+        address = server.address()
+        post(address, SHORT)
+        assert server.stop() == 130
+        told = [json.loads(line) for line in server.log()]
+    messages = [entry["message"] for entry in told]
+    assert messages[0].startswith("not calibrated, as it would not be used")
+    assert messages[1] == f"loading {tiny_llama}"
+    assert any(message.startswith("workspace (-c)") for message in messages)
+    assert messages[-2].startswith("listening on http://")
+    assert told[-1]["end"] == "length"
+
+
 def status_of(address: tuple[str, int], path: str, content: bytes, **headers: str) -> int:
     """Of a POST; a stream is read to its end."""
     url = f"http://{address[0]}:{address[1]}{path}"

@@ -91,17 +91,17 @@ def calibrate_missing(config: EngineConfig) -> None:
     if not (
         memory.enabled and memory.calibration == "auto" and memory.scorer in CALIBRATED_SCORERS
     ):
-        print(f"not calibrated, as it would not be used: calibration {source}", file=sys.stderr)
+        logs.say(f"not calibrated, as it would not be used: calibration {source}")
         return
     spec = CalibrationSpec(model=config.model, memory=config.memory)
-    print(f"calibrating {config.model.path}", file=sys.stderr)
-    with progress() as report:
+    logs.say(f"calibrating {config.model.path}")
+    with progress(say=logs.say) as report:
         found = calibrate(spec, report=report)
-    print(_table(found), file=sys.stderr)
+    logs.say(_table(found))
     if found.is_better:
-        print(f"stored in {store(spec, found.calibration)}", file=sys.stderr)
+        logs.say(f"stored in {store(spec, found.calibration)}")
     else:
-        print("not stored: what scores without it finds more on this model", file=sys.stderr)
+        logs.say("not stored: what scores without it finds more on this model")
     discard(spec, found.calibration)
 
 

@@ -7,10 +7,11 @@ from typing import Literal
 
 from kvmem.cli.faults import in_flags
 
-__all__ = ["LogFormat", "set_up"]
+__all__ = ["LogFormat", "say", "set_up"]
 
 LogFormat = Literal["text", "json"]
 
+SAID = "kvmem.start"
 OF_SETTINGS = ("kvmem.config", "kvmem.engine.placement")
 
 
@@ -21,6 +22,8 @@ class _Text(logging.Formatter):
         super().__init__("%(levelname).1s %(name)s: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
+        if record.name == SAID:
+            return record.getMessage()
         line = super().format(record)
         return in_flags(line) if record.name in OF_SETTINGS else line
 
@@ -56,5 +59,12 @@ def set_up(*, verbose: bool, kind: LogFormat = "text", requests: bool = False) -
     logging.getLogger("uvicorn").handlers = [handler]  # faults that no handler of ours has met
     llama = logging.getLogger("kvmem.llama")
     llama.setLevel(logging.NOTSET if verbose else logging.CRITICAL)
+    logging.getLogger(SAID).setLevel(logging.INFO)
     each = logging.getLogger("kvmem.server.request")
     each.setLevel(logging.INFO if requests else logging.NOTSET)
+
+
+def say(text: str) -> None:
+    """What a start tells of itself: as it is, or each line as an object among the others."""
+    for line in text.splitlines():
+        logging.getLogger(SAID).info("%s", line)

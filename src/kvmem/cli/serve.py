@@ -90,8 +90,8 @@ def serve(
 
         def announce(backend: Backend) -> None:
             assert isinstance(backend, EngineBackend)
-            print(render_plan(plan_of(backend.engine)), file=sys.stderr)
-            print(f"listening on {url}", file=sys.stderr, flush=True)
+            logs.say(render_plan(plan_of(backend.engine)))
+            logs.say(f"listening on {url}")
 
         def fail(error: BaseException) -> None:
             failures.append(error)
@@ -116,7 +116,7 @@ def serve(
 
         # uvicorn stops by this signal, and raises it once more when it has: that is an orderly end
         signal.signal(signal.SIGTERM, finish)
-        print(f"loading {config.model.path}", file=sys.stderr)
+        logs.say(f"loading {config.model.path}")
         try:
             runner.run(sockets=[listener])
         except KeyboardInterrupt:
