@@ -62,7 +62,7 @@ def serve(
         Option(
             "-v",
             "--verbose",
-            help="Log more than a line for each request, and put prompts into replies.",
+            help="Log notes of replies and what llama.cpp complains of; put prompts into replies.",
         ),
     ] = False,
     log_format: Annotated[
