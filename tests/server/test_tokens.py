@@ -6,7 +6,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from live import WAIT_S, serving
 from server_fake import FakeBackend, app_of, until
@@ -122,7 +122,7 @@ def test_all_of_them_answer_at_once_during_a_generation(
     path: Path = request.getfixturevalue(model)
     times: defaultdict[str, list[float]] = defaultdict(list)
 
-    def call(route: str) -> httpx.Response:
+    def call(route: str) -> httpx2.Response:
         began = monotonic()
         body = COUNTED.get(route)
         response = client.get(route) if body is None else client.post(route, json=body)
@@ -135,7 +135,7 @@ def test_all_of_them_answer_at_once_during_a_generation(
 
     with serving("-m", str(path), "--port", "0", "-c", "8192", "-t", "1", "--metrics") as server:
         host, port = server.address()
-        with httpx.Client(base_url=f"http://{host}:{port}", timeout=WAIT_S) as client:
+        with httpx2.Client(base_url=f"http://{host}:{port}", timeout=WAIT_S) as client:
             idle = {route: call(route).text for route in STEADY}
             times.clear()
             endless = {"messages": MESSAGES, "max_tokens": 8000, "ignore_eos": True, "stream": True}
