@@ -120,7 +120,8 @@ int kvmem_draft_skip(
     }
     llama_synchronize(follower->ctx);
     for (uint32_t i = 0, end; i < n; i = end) {
-        for (end = i + 1; end < n && cells[end] == cells[end - 1] + 1; ++end) {}
+        for (end = i + 1; end < n && cells[end] == cells[end - 1] + 1; ++end) {
+        }
         if (const int status = kvmem_cells_publish(follower, cells[i], &meta[i], end - i)) {
             kvmem_draft_forget(follower, cells, i);
             return status;

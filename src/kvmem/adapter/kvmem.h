@@ -193,10 +193,10 @@ KVMEM_API const float * kvmem_hidden_rows(const kvmem_memory * leader);
 // [n_embd], rows, for those behind the first, f32 [n - 1][n_embd]. After an error none of them is in the follower.
 KVMEM_API int kvmem_draft_decode(kvmem_memory * follower, const int32_t * cells, const int32_t * tokens,
         const int32_t * pos, const float * first_row, const float * rows, uint32_t n, int wants_result);
-// Take n tokens' places without running the head: rows of zeros, which weigh little and say nothing. After an error none
-// of them is in the follower.
-KVMEM_API int kvmem_draft_skip(kvmem_memory * follower, const int32_t * cells, const int32_t * tokens,
-        const int32_t * pos, uint32_t n);
+// Take n tokens' places without running the head: rows of zeros, which weigh little and say nothing. After an error
+// none of them is in the follower.
+KVMEM_API int kvmem_draft_skip(
+        kvmem_memory * follower, const int32_t * cells, const int32_t * tokens, const int32_t * pos, uint32_t n);
 // What the last of them is followed by, chosen greedily, its probability among the ten likeliest, and the last one's
 // own hidden row, which stands in for the leader's. p: NULL if nobody asks.
 KVMEM_API int kvmem_draft_result(kvmem_memory * follower, int32_t * token, float * row, float * p);
