@@ -13,6 +13,7 @@ from kvmem.bench.history import EngineHistory
 from kvmem.bench.pairs import Picked
 from kvmem.bench.twin import scored_slices
 from kvmem.bench.workload import WorkloadSpec, make_prompt
+from kvmem.cli import logs
 from kvmem.cli.app import execute
 from kvmem.cli.calibrate import calibrate_missing
 from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
@@ -117,6 +118,7 @@ def test_a_start_can_calibrate_first(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `kvmem serve --kvmem-calibrate` does where nothing is found."""
+    logs.set_up(verbose=False)
     config = EngineConfig(model=ModelConfig(path=model, n_threads=1))
     found = Calibrated(
         calibration=Calibration(
@@ -172,6 +174,7 @@ def test_a_start_can_calibrate_first(
 def test_nothing_is_calibrated_that_would_not_be_used(
     model: Path, memory: MemoryConfig, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    logs.set_up(verbose=False)
     calibrate_missing(EngineConfig(model=ModelConfig(path=model), memory=memory))
     said = capsys.readouterr().err
     assert said == f"not calibrated, as it would not be used: calibration {why}\n"
