@@ -230,7 +230,7 @@ def test_engines_that_cannot_start_leave_nothing(
             Engine(tmp_path / "absent.gguf")
         with pytest.raises(ModelError, match="gemma3"):
             Engine(make_config(tiny_gemma3))
-        with pytest.raises(ConfigError, match="budget_tokens is 40, but must be at least two blocks"):
+        with pytest.raises(ConfigError, match="is 40, but must be at least two blocks"):
             Engine(make_config(tiny_llama, budget_tokens=40))
         assert gc.collect() >= 0
 
