@@ -3,6 +3,7 @@
 `write(path, Shape(...))` writes one; `tests/models.py` has a session fixture for each kind.
 All weights are F32 and depend on the shape alone, so two writers give equal files. They are
 scaled so that attention is far from uniform: which blocks are resident changes the logits.
+bench/gpu/shape27b.py writes the 27B's shape with the same code, in quantised types.
 """
 
 from collections.abc import Callable
@@ -25,10 +26,6 @@ N_KV_HEADS: Final = 2
 N_EXPERTS: Final = 4
 N_EXPERTS_USED: Final = 2
 SWA_TOKENS: Final = 64
-SSM_STATE: Final = 32
-"""Head size of the linear attention layers."""
-SSM_KEY_HEADS: Final = 2
-SSM_VALUE_HEADS: Final = 4
 CONV_TAPS: Final = 4
 
 HYBRID: Final = frozenset({"qwen35", "qwen35moe", "qwen3next"})
@@ -39,13 +36,16 @@ EXPERTS: Final = frozenset({"qwen3moe"}) | SHARED_EXPERT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a tiny model looks like.
+    """What a model looks like; tiny, where nothing else is said.
 
     head_dim: a multiple of 64 turns on llama.cpp's Hadamard rotation of quantised K and V.
     n_layers: trunk layers, without the MTP block.
     attention_interval: in hybrids every n-th trunk layer has full attention, the others are
     linear; in gemma3 every n-th sees everything, the others the last SWA_TOKENS.
     mtp: append a multi-token-prediction block (hybrids only).
+    width: of a token's row; 0 for 128, or what the architecture ties it to.
+    n_ssm_keys, n_ssm_values: heads of the linear attention, of ssm_state dimensions each.
+    rope_share: hybrids turn 1 / rope_share of a head's dimensions.
     name: of the model; empty for tiny-ARCH. pre: how the tokenizer splits words; empty for the
     architecture's. extra_tokens: user-defined ones.
     """
@@ -55,6 +55,16 @@ class Shape:
     head_dim: int = 32
     attention_interval: int = 4
     mtp: bool = False
+    width: int = 0
+    n_ff: int = 64
+    n_heads: int = N_HEADS
+    n_kv_heads: int = N_KV_HEADS
+    ssm_state: int = 32
+    n_ssm_keys: int = 2
+    n_ssm_values: int = 4
+    rope_base: float = 10000.0
+    rope_share: int = 2
+    file_type: gguf.LlamaFileType = gguf.LlamaFileType.ALL_F32
     context_tokens: int = 131072
     seed: int = 0
     template: str = tiny_vocab.CHATML_TOOLS
@@ -64,12 +74,8 @@ class Shape:
 
     @property
     def n_embd(self) -> int:
-        """Width: 128, but qwen2 wants it equal to all heads together."""
-        return N_HEADS * self.head_dim if self.arch == "qwen2" else 128
-
-    @property
-    def n_ff(self) -> int:
-        return 64
+        """Width; qwen2 wants it equal to all heads together."""
+        return self.width or (self.n_heads * self.head_dim if self.arch == "qwen2" else 128)
 
     def has_attention_cache(self, layer: int) -> bool:
         """Whether a layer keeps K and V (the others are recurrent)."""
@@ -79,7 +85,10 @@ class Shape:
 
 
 class Tensors:
-    """Draws weights in call order and hands them to the writer."""
+    """Draws weights in call order and hands them to the writer.
+
+    A subclass may store matrices in another type: only `matrix` gives them.
+    """
 
     def __init__(self, writer: gguf.GGUFWriter, seed: int) -> None:
         self._writer = writer
@@ -111,21 +120,23 @@ def write(path: Path, shape: Shape) -> Path:
     ids = tiny_vocab.add_vocabulary(
         writer, pre=pre, template=shape.template, extra=shape.extra_tokens
     )
-    n_vocab = len(ids)
-    writer.add_vocab_size(n_vocab)
+    writer.add_vocab_size(len(ids))
+    add_tensors(Tensors(writer, shape.seed), shape, len(ids))
+    finish(writer)
+    return path
 
-    tensors = Tensors(writer, shape.seed)
+
+def add_tensors(tensors: Tensors, shape: Shape, n_vocab: int) -> None:
+    """All weights of a model."""
     # gemma3 multiplies embeddings by sqrt(n_embd): start small, or no layer would matter.
-    embedding = shape.n_embd**-0.5 if shape.arch == "gemma3" else 1.0
-    tensors.normal("token_embd.weight", (n_vocab, shape.n_embd), embedding)
+    embedding = 1.0 if shape.arch == "gemma3" else shape.n_embd**0.5
+    tensors.matrix("token_embd.weight", n_vocab, shape.n_embd, gain=embedding)
     tensors.ones("output_norm.weight", shape.n_embd)
     tensors.matrix("output.weight", n_vocab, shape.n_embd, gain=2.0)
     for layer in range(shape.n_layers):
         _add_layer(tensors, shape, layer)
     if shape.mtp:
         _add_mtp_block(tensors, shape)
-    finish(writer)
-    return path
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
@@ -139,29 +150,29 @@ def finish(writer: gguf.GGUFWriter) -> None:
 def add_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     """Architecture, sizes and rotation, as llama.cpp reads them."""
     writer.add_name(shape.name or f"tiny-{shape.arch}")
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(shape.file_type)
     writer.add_context_length(shape.context_tokens)
     writer.add_embedding_length(shape.n_embd)
     writer.add_block_count(shape.n_layers + shape.mtp)
     writer.add_feed_forward_length(shape.n_ff)
-    writer.add_head_count(N_HEADS)
-    writer.add_head_count_kv(N_KV_HEADS)
+    writer.add_head_count(shape.n_heads)
+    writer.add_head_count_kv(shape.n_kv_heads)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(shape.rope_base)
     if shape.arch in HYBRID:
-        # Half of the dimensions turn, in three interleaved sections (time, height, width).
-        turned = shape.head_dim // 2
-        section = turned // 2 // 8
+        # Some dimensions turn, in three interleaved sections (time, height, width).
+        turned = shape.head_dim // shape.rope_share
+        section = -(-turned // 6)
         writer.add_rope_dimension_count(turned)
         if shape.arch != "qwen3next":
-            writer.add_rope_dimension_sections([3 * section, 3 * section, 2 * section, 0])
+            writer.add_rope_dimension_sections([section, section, turned // 2 - 2 * section, 0])
         writer.add_ssm_conv_kernel(CONV_TAPS)
-        writer.add_ssm_state_size(SSM_STATE)
-        writer.add_ssm_group_count(SSM_KEY_HEADS)
-        writer.add_ssm_time_step_rank(SSM_VALUE_HEADS)
-        writer.add_ssm_inner_size(SSM_VALUE_HEADS * SSM_STATE)
+        writer.add_ssm_state_size(shape.ssm_state)
+        writer.add_ssm_group_count(shape.n_ssm_keys)
+        writer.add_ssm_time_step_rank(shape.n_ssm_values)
+        writer.add_ssm_inner_size(shape.n_ssm_values * shape.ssm_state)
         writer.add_full_attention_interval(shape.attention_interval)
         if shape.mtp:
             writer.add_nextn_predict_layers(1)
@@ -197,8 +208,8 @@ def _add_layer(tensors: Tensors, shape: Shape, layer: int) -> None:
 
 
 def _add_attention(tensors: Tensors, shape: Shape, prefix: str) -> None:
-    n_query = N_HEADS * shape.head_dim
-    n_kv = N_KV_HEADS * shape.head_dim
+    n_query = shape.n_heads * shape.head_dim
+    n_kv = shape.n_kv_heads * shape.head_dim
     gated = 2 if shape.arch in HYBRID else 1  # they keep an output gate beside each query
     tensors.matrix(prefix + "attn_q.weight", gated * n_query, shape.n_embd, gain=1.5)
     tensors.matrix(prefix + "attn_k.weight", n_kv, shape.n_embd, gain=1.5)
@@ -216,20 +227,20 @@ def add_linear_attention(
     tensors: Tensors, shape: Shape, prefix: str, *, output_gain: float = 1.0
 ) -> None:
     """A Gated DeltaNet layer: it has a recurrent state and no K or V."""
-    keys = SSM_STATE * SSM_KEY_HEADS
-    values = SSM_STATE * SSM_VALUE_HEADS
+    keys = shape.ssm_state * shape.n_ssm_keys
+    values = shape.ssm_state * shape.n_ssm_values
     mixed = 2 * keys + values
     tensors.matrix(prefix + "attn_qkv.weight", mixed, shape.n_embd)
     tensors.matrix(prefix + "attn_gate.weight", values, shape.n_embd)
     tensors.normal(prefix + "ssm_conv1d.weight", (mixed, CONV_TAPS), 0.5)
-    tensors.normal(prefix + "ssm_dt.bias", (SSM_VALUE_HEADS,), 0.05)
-    tensors.decay(prefix + "ssm_a", SSM_VALUE_HEADS)
+    tensors.normal(prefix + "ssm_dt.bias", (shape.n_ssm_values,), 0.05)
+    tensors.decay(prefix + "ssm_a", shape.n_ssm_values)
     if shape.arch == "qwen3next":  # both, key head by key head
-        tensors.matrix(prefix + "ssm_ba.weight", 2 * SSM_VALUE_HEADS, shape.n_embd)
+        tensors.matrix(prefix + "ssm_ba.weight", 2 * shape.n_ssm_values, shape.n_embd)
     else:
-        tensors.matrix(prefix + "ssm_beta.weight", SSM_VALUE_HEADS, shape.n_embd)
-        tensors.matrix(prefix + "ssm_alpha.weight", SSM_VALUE_HEADS, shape.n_embd)
-    tensors.ones(prefix + "ssm_norm.weight", SSM_STATE)
+        tensors.matrix(prefix + "ssm_beta.weight", shape.n_ssm_values, shape.n_embd)
+        tensors.matrix(prefix + "ssm_alpha.weight", shape.n_ssm_values, shape.n_embd)
+    tensors.ones(prefix + "ssm_norm.weight", shape.ssm_state)
     tensors.matrix(prefix + "ssm_out.weight", shape.n_embd, values, gain=output_gain)
 
 

@@ -125,10 +125,12 @@ def add_vocabulary(
     pre: str = "qwen2",
     template: str = CHATML_TOOLS,
     extra: tuple[str, ...] = (),
+    n_tokens: int = 0,
 ) -> dict[str, int]:
     """Write tokenizer and template. Returns the id of every token by its text.
 
-    `extra` are further user-defined tokens, appended after the specials.
+    `extra` are further user-defined tokens, appended after the specials; behind them come unused
+    ones, up to `n_tokens`.
     """
     tokens = byte_letters() + [left + right for left, right in MERGES]
     types = [gguf.TokenType.NORMAL] * len(tokens)
@@ -138,6 +140,9 @@ def add_vocabulary(
     ):
         tokens += texts
         types += [kind] * len(texts)
+    fillers = [f"[unused{i}]" for i in range(n_tokens - len(tokens))]
+    tokens += fillers
+    types += [gguf.TokenType.UNUSED] * len(fillers)
     ids = {text: index for index, text in enumerate(tokens)}
 
     writer.add_tokenizer_model("gpt2")

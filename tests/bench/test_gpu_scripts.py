@@ -5,6 +5,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -196,28 +197,26 @@ def test_every_size_can_be_run_and_fits_its_card(name: str, tmp_path: Path) -> N
         if command[:3] == ["-m", "kvmem", "bench"]:
             group.commands[command[3]].make_context(command[3], command[4:])
     systems = 1 if size.alone else 3
-    weights = shape27b.sizes(Q.IQ4_XS, size.layers).on_device
+    shape = replace(shape27b.SHAPE, n_layers=size.layers)
+    weights = shape27b.sizes(Q.IQ4_XS, shape).on_device
     kv = 34 * 1024 * size.layers // 64  # of a token, in q8_0
     most = systems * (weights + GIB) + kv * (size.depths[-1] + (systems - 1) * spec.pool_tokens)
     assert most < {"16g": 15 * GIB, "24g": 22 * GIB, "h200": 130 * GIB}[name]
 
 
-def test_the_shape_is_a_model_and_its_bytes_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = {
-        "N_EMBD": 256, "N_FF": 512, "N_VOCAB": 512, "N_HEADS": 4, "N_KV_HEADS": 2, "HEAD_DIM": 64,
-        "SSM_KEY_HEADS": 2, "SSM_VALUE_HEADS": 4, "KEY_DIM": 256, "VALUE_DIM": 512,
-    }  # fmt: skip
-    for constant, value in small.items():
-        monkeypatch.setattr(shape27b, constant, value)
-    path = tmp_path / "shape.gguf"
-    shape27b.write(path, Q.IQ4_XS, n_layers=4)
-    sizes = shape27b.sizes(Q.IQ4_XS, 4)
+def test_the_shape_is_a_model_and_its_bytes_are_told(tmp_path: Path) -> None:
+    path, n_vocab = tmp_path / "shape.gguf", 512
+    small = replace(
+        shape27b.SHAPE,
+        n_layers=4, width=256, n_ff=512, n_heads=4, n_kv_heads=2, head_dim=64, n_ssm_keys=2,
+        n_ssm_values=4,
+    )  # fmt: skip
+    shape27b.write(path, Q.IQ4_XS, small, n_vocab)
+    sizes = shape27b.sizes(Q.IQ4_XS, small, n_vocab)
     with Model(path, load_mtp=True) as model:
         assert model.size_bytes == sizes.all
         assert model.is_hybrid
-    assert sizes.all - sizes.on_device == 512 * 256 // 32 * 18  # the embeddings, in Q4_0
+    assert sizes.all - sizes.on_device == n_vocab * 256 // 32 * 18  # the embeddings, in Q4_0
 
 
 def test_another_card_has_its_own_weights_and_pool(tmp_path: Path) -> None:
