@@ -16,6 +16,7 @@ from kvmem.bench.workload import WorkloadSpec, make_prompt
 from kvmem.cli import logs
 from kvmem.cli.app import execute
 from kvmem.cli.calibrate import calibrate_missing
+from kvmem.cli.progress import Report
 from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine.calibration import Calibration, find
 from kvmem.engine.engine import Engine
@@ -142,23 +143,26 @@ def test_a_start_can_calibrate_first(
         bytes_per_token_whole=33.0,
     )
     asked: list[CalibrationSpec] = []
+    shares: list[float] = []
 
-    def calibrate_at_once(spec: CalibrationSpec, *, report: object) -> Calibrated:
+    def calibrate_at_once(spec: CalibrationSpec, *, report: Report) -> Calibrated:
         asked.append(spec)
+        report("histories", 1, 8)
         return found
 
     monkeypatch.setattr("kvmem.cli.calibrate.calibrate", calibrate_at_once)
-    calibrate_missing(config)
+    calibrate_missing(config, shares.append)
     said = capsys.readouterr()
     assert said.out == "" and "0.900" in said.err and "stored in" in said.err
     assert asked[0].model == config.model
+    assert shares == [1 / 8]
     assert find(config).calibration == found.calibration
 
     worse = replace(found, picked=replace(found.picked, recall=0.4))
     path = model.with_name("model.gguf.q8_0.kvmem.json")
     path.unlink()
     monkeypatch.setattr("kvmem.cli.calibrate.calibrate", lambda spec, report: worse)
-    calibrate_missing(config)
+    calibrate_missing(config, shares.append)
     assert "not stored" in capsys.readouterr().err
     assert not path.exists()
 
@@ -175,7 +179,8 @@ def test_nothing_is_calibrated_that_would_not_be_used(
     model: Path, memory: MemoryConfig, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs.set_up(verbose=False)
-    calibrate_missing(EngineConfig(model=ModelConfig(path=model), memory=memory))
+    config = EngineConfig(model=ModelConfig(path=model), memory=memory)
+    calibrate_missing(config, lambda share: None)
     said = capsys.readouterr().err
     assert said == f"not calibrated, as it would not be used: calibration {why}\n"
     assert not kept_parts(model)

@@ -249,6 +249,14 @@ def test_a_start_calibrates_where_that_is_used(tiny_llama: Path, tmp_path: Path)
         server.until(f"^calibrating {model}$")
         assert server.stop(signal.SIGTERM) == 0
     assert not any("Traceback" in line for line in server.log())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    own = (*START, "--port", str(port), "--kvmem-calibrate")
+    with serving("-m", model, *own, variables=cache) as server:
+        server.until(f"^calibrating {model}$")
+        health = httpx2.get(f"http://127.0.0.1:{port}/health", timeout=WAIT_S)
+        assert health.status_code == 503 and "being calibrated" in health.text
+        assert server.stop(signal.SIGTERM) == 0
     with serving("-m", model, *START, variables=cache) as server:
         server.until("^loading ")
         assert server.stop(signal.SIGTERM) == 0

@@ -299,7 +299,8 @@ def test_one_line_a_request_with_fixed_keys_and_no_text(client: TestClient) -> N
 def test_log_lines_as_objects(capsys: pytest.CaptureFixture[str]) -> None:
     before = logging.getLogger("kvmem").handlers, logging.getLogger("kvmem").level
     try:
-        logs.set_up(verbose=False, kind="json", requests=True)
+        logs.set_up(verbose=False, kind="json")
+        logs.show_requests()
         logging.getLogger("kvmem.server.request").info("a=1", extra={"fields": {"a": 1}})
         logging.getLogger("kvmem.other").info("not shown")
         logging.getLogger("kvmem.other").warning("shown")

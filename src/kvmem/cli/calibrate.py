@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -80,9 +81,9 @@ def calibrate_model(
     return 0
 
 
-def calibrate_missing(config: EngineConfig) -> None:
+def calibrate_missing(config: EngineConfig, tell: Callable[[float], object]) -> None:
     """Calibrate before a start, where a calibration would be used and none is found; say what came
-    of it.
+    of it. tell: called with how far that is, 0 to 1; it may raise to end it.
     """
     found_already, source = find(config)
     if found_already is not None:
@@ -96,7 +97,12 @@ def calibrate_missing(config: EngineConfig) -> None:
     spec = CalibrationSpec(model=config.model, memory=config.memory)
     logs.say(f"calibrating {config.model.path}")
     with progress(say=logs.say) as report:
-        found = calibrate(spec, report=report)
+
+        def step(what: str, done: int, total: int) -> None:
+            report(what, done, total)
+            tell(done / total)
+
+        found = calibrate(spec, report=step)
     logs.say(_table(found))
     if found.is_better:
         logs.say(f"stored in {store(spec, found.calibration)}")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvmem.cli.faults import in_flags
 
-__all__ = ["LogFormat", "say", "set_up"]
+__all__ = ["LogFormat", "say", "set_up", "show_requests"]
 
 LogFormat = Literal["text", "json"]
 
@@ -16,10 +16,13 @@ OF_SETTINGS = ("kvmem.config", "kvmem.engine.placement")
 
 
 class _Text(logging.Formatter):
-    """Names settings by their flags, as the person who reads it typed them."""
+    """Names settings by their flags, as the person who reads it typed them.
 
-    def __init__(self) -> None:
-        super().__init__("%(levelname).1s %(name)s: %(message)s")
+    with_time: as a server's lines have it, which are read days later.
+    """
+
+    def __init__(self, *, with_time: bool) -> None:
+        super().__init__("%(asctime)s " * with_time + "%(levelname).1s %(name)s: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
         if record.name == SAID:
@@ -44,14 +47,14 @@ class _Json(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
 
-def set_up(*, verbose: bool, kind: LogFormat = "text", requests: bool = False) -> None:
+def set_up(*, verbose: bool, kind: LogFormat = "text", server: bool = False) -> None:
     """Warnings, or with `verbose` everything of kvmem down to its info lines.
 
     What llama.cpp complains of comes back in the exception, so it is shown with `verbose` alone.
-    requests: show the line of each request too.
+    server: each line has its time, as an object always has.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(_Json() if kind == "json" else _Text())
+    handler.setFormatter(_Json() if kind == "json" else _Text(with_time=server))
     root = logging.getLogger("kvmem")
     root.handlers = [handler]
     root.setLevel(logging.INFO if verbose else logging.WARNING)
@@ -60,8 +63,11 @@ def set_up(*, verbose: bool, kind: LogFormat = "text", requests: bool = False) -
     llama = logging.getLogger("kvmem.llama")
     llama.setLevel(logging.NOTSET if verbose else logging.CRITICAL)
     logging.getLogger(SAID).setLevel(logging.INFO)
-    each = logging.getLogger("kvmem.server.request")
-    each.setLevel(logging.INFO if requests else logging.NOTSET)
+
+
+def show_requests() -> None:
+    """The line of each request, too."""
+    logging.getLogger("kvmem.server.request").setLevel(logging.INFO)
 
 
 def say(text: str) -> None:

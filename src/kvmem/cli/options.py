@@ -8,7 +8,7 @@ ours). `cli.takes` gives a command the options of such classes.
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, cast
 
 from kvmem.cli.flags import flag, llama_flag
 from kvmem.config import (
@@ -43,6 +43,10 @@ class Unsaid(NamedTuple):
 OURS = Unsaid("q8_0", 512, None)
 LLAMA_CPP = Unsaid("f16", 2048, 512)
 """Its own defaults, so that --no-kvmem gives the logits that it gives."""
+
+SWITCH = {"enabled": "on", "true": "on", "1": "on", "disabled": "off", "false": "off", "0": "off",
+          "-1": "auto"}  # fmt: skip
+"""llama-server's other words for a switch; what is none of them is MemoryConfig's to refuse."""
 
 MODEL_PANEL = "Model"
 MEMORY_PANEL = "Memory"
@@ -195,9 +199,9 @@ class EngineOptions:
                help="Type of V alone; wins over --kv-dtype."),
     ] = None  # fmt: skip
     flash_attn: Annotated[
-        FlashAttention,
+        str,
         llama_flag("-fa", "--flash-attn", env="FLASH_ATTN", panel=MEMORY_PANEL,
-               help="Flash attention, which quantised V needs."),
+               help="Flash attention, which quantised V needs: on, off or auto."),
     ] = "auto"  # fmt: skip
     batch: Annotated[
         int | None,
@@ -299,7 +303,7 @@ class EngineOptions:
                 type_v=self.type_v or self.kv_dtype or unsaid.kv_dtype,
                 batch_tokens=batch,
                 ubatch_tokens=ubatch,
-                flash_attn=self.flash_attn,
+                flash_attn=cast(FlashAttention, SWITCH.get(self.flash_attn, self.flash_attn)),
             ),
             draft=DraftConfig(
                 spec_type=self.spec_type,

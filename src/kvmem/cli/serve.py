@@ -6,8 +6,8 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 import uvicorn
@@ -25,6 +25,7 @@ from kvmem.config import ServerConfig
 from kvmem.errors import ConfigError
 from kvmem.server.app import create_app
 from kvmem.server.backend import Backend, EngineBackend
+from kvmem.server.worker import LoadProgress
 
 __all__ = ["serve"]
 
@@ -73,19 +74,22 @@ def serve(
     ] = False,
 ) -> None:
     """Serve OpenAI's chat completions over HTTP until interrupted."""
-    logs.set_up(verbose=verbose and not log_disable, kind=log_format, requests=not log_disable)
+    logs.set_up(verbose=verbose and not log_disable, kind=log_format, server=True)
+    if not log_disable:
+        logs.show_requests()
     config = options.config()
     where = server.config(config.model.path)
     _check_certificate(where)
     defaults = replace(sampling.defaults(), show_prompt=verbose)
-    if calibrate:
-        calibrate_missing(config)
     failures: list[BaseException] = []
     with _listen(where) as listener:
         scheme = "http" if where.ssl_key_file is None else "https"
         url = f"{scheme}://{_host_for_url(where.host)}:{listener.getsockname()[1]}"
 
-        def load(progress: Callable[[float], object]) -> Backend:
+        def load(progress: LoadProgress) -> Backend:
+            if calibrate:
+                calibrate_missing(config, partial(progress, doing="being calibrated"))
+            logs.say(f"loading {config.model.path}")
             return EngineBackend(config, progress=progress)
 
         def announce(backend: Backend) -> None:
@@ -116,7 +120,6 @@ def serve(
 
         # uvicorn stops by this signal, and raises it once more when it has: that is an orderly end
         signal.signal(signal.SIGTERM, finish)
-        logs.say(f"loading {config.model.path}")
         try:
             runner.run(sockets=[listener])
         except KeyboardInterrupt:
@@ -128,7 +131,9 @@ def serve(
 
 
 def _leave_threads(app: Starlette, code: int) -> None:
-    """End the process where a long prompt is still rendered: Python would wait for that."""
+    """End the process where a long prompt is still rendered, or a model still calibrated: Python
+    would wait for that.
+    """
     if app.state.is_in_use():
         sys.stderr.flush()
         os._exit(code)

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
@@ -23,12 +23,21 @@ from kvmem.server.fair_queue import FairQueue
 from kvmem.server.request_log import log_reply, log_unserved
 from kvmem.server.watch import Watch
 
-__all__ = ["EngineWorker", "Generation", "Load"]
+__all__ = ["EngineWorker", "Generation", "Load", "LoadProgress"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Load = Callable[[Callable[[float], object]], Backend]
+
+class LoadProgress(Protocol):
+    def __call__(self, fraction: float, doing: str = "loading") -> None:
+        """How far a start is, 0 to 1. Raises EngineError where the server is to stop."""
+
+
+Load = Callable[[LoadProgress], Backend]
+
+# After this a start that cannot be interrupted ends with the process.
+LEAVE_LOADING_S = 2.0
 
 # Where a prompt has no messages: about a page tells sessions apart.
 SESSION_TOKENS = 512
@@ -143,7 +152,7 @@ class Generation:
 class EngineWorker:
     """Owns the backend: loads it, runs generations on it and closes it, all in one thread.
 
-    load: makes the backend; gets a function that takes the progress, 0 to 1.
+    load: makes the backend, and says how far it is.
     on_ready, on_failure: called in the worker's thread, when requests are served from now on, or
         when they cannot be, or no longer.
     """
@@ -171,7 +180,7 @@ class EngineWorker:
         self._n_in_threads = 0
         self._may_close = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvmem-engine", daemon=True)
-        self.progress = 0.0
+        self._progress = "loading (0%)"
 
     def start(self) -> None:
         """Begin to load, in the worker's thread."""
@@ -197,15 +206,15 @@ class EngineWorker:
             current.tell(STOPPING)
 
     def stop(self) -> None:
-        """Halt, close the backend and wait for the thread."""
+        """Halt, close the backend, wait for the thread; not long for one that still loads."""
         self.halt()
         self._may_close.set()
-        self._thread.join()
+        self._thread.join(LEAVE_LOADING_S if self._backend is None else None)
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a thread still reads the backend, though nobody waits for it any more."""
-        return self._n_in_threads > 0
+        """Whether a thread still loads or reads the backend, though nobody waits for it."""
+        return self._n_in_threads > 0 or (self._stopping and self._thread.is_alive())
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What it returns, out of a thread that may read the backend.
@@ -250,7 +259,7 @@ class EngineWorker:
         if self._failure is not None:
             raise EngineError(f"the model cannot be served: {self._failure}")
         if self._backend is None:
-            raise CapacityError(f"the model is loading ({self.progress:.0%})")
+            raise CapacityError(f"the model is {self._progress}")
         return self._backend
 
     @property
@@ -280,8 +289,8 @@ class EngineWorker:
         _ = self.backend  # where it has failed meanwhile, nobody takes from the queue
         return generations
 
-    def _set_progress(self, fraction: float) -> None:
-        self.progress = fraction
+    def _set_progress(self, fraction: float, doing: str = "loading") -> None:
+        self._progress = f"{doing} ({fraction:.0%})"
         if self._stopping:
             raise EngineError("stopped while loading")
 
@@ -310,7 +319,7 @@ class EngineWorker:
         finally:
             if self._stopping:  # handlers may still count tokens
                 self._may_close.wait()
-            if not self.is_in_use:  # else the process ends with it
+            if self._n_in_threads == 0:  # else the process ends with it
                 backend.close()
 
     def _fail(self, error: Exception) -> None:
