@@ -251,6 +251,14 @@ def test_a_pool_that_is_chosen_is_as_large_as_it_may_be(given: dict[str, Any]) -
         assert given or small.n_reserve_blocks == max(1, min(n_blocks // 4, 128))
 
 
+@pytest.mark.parametrize("given", [{}, {"reserve_tokens": 128}])
+def test_a_machine_without_room_for_two_blocks_of_budget_is_the_cause(
+    given: dict[str, Any],
+) -> None:
+    with pytest.raises(ConfigError, match="is auto, but must be at least two blocks"):
+        sizes(on(on_blocks(2)), workspace_tokens=262144, **given)
+
+
 # It has the output layer alone: no cells.
 LAST = replace(CARD, name="CUDA1", kv_bytes_per_token=0, staging_bytes=0, free_bytes=1000 * MIB)
 

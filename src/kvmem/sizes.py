@@ -207,7 +207,7 @@ def _resolve_pool(
     block = config.block_tokens
     whole = _whole_blocks(config, workspace)
     budget, reserve = config.budget_blocks, config.reserve_blocks
-    is_automatic, kept = budget is None, 0
+    is_automatic, is_short, kept = budget is None, False, 0
     sources["reserve_tokens"] = "given"
     sources["budget_tokens"] = "given"
     if budget is None:
@@ -224,6 +224,7 @@ def _resolve_pool(
             kept = reserve or _quarter(config, pool)
             budget = pool - kept
             sources["budget_tokens"] = f"auto: {what}"
+            is_short = budget < 2
         if reserve is not None and budget < 2 < pool:
             raise ConfigError(
                 "reserve_tokens",
@@ -231,12 +232,12 @@ def _resolve_pool(
                 f"at most {(pool - 2) * block}: a pool of {pool * block} fits, and a budget needs "
                 "two blocks of it",
             )
-        if budget < 1:
+        if is_short:
             beside = tightest.bytes_beside(0) + tightest.headroom_bytes
             raise ConfigError(
                 "budget_tokens",
                 "auto",
-                f"at least one block, but of the {_size(tightest.free_bytes)} that are free on "
+                f"at least two blocks, but of the {_size(tightest.free_bytes)} that are free on "
                 f"{_called(tightest)} {_size(beside)} are for buffers and kept free, and a "
                 f"block needs {block * tightest.kv_bytes_per_token}",
             )

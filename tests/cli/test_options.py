@@ -327,6 +327,14 @@ def defaults_of(**options: Any) -> Thinking:
     return SamplingOptions(**options).defaults().thinking
 
 
+@pytest.mark.parametrize(
+    ("word", "means"), [("on", "on"), ("1", "on"), ("disabled", "off"), ("-1", "auto")]
+)
+def test_flash_attention_takes_llama_servers_words(word: str, means: str) -> None:
+    options = EngineOptions(model=Path("m.gguf"), flash_attn=word, kv_dtype="f16")
+    assert options.config().memory.flash_attn == means
+
+
 def test_flags_of_thinking() -> None:
     assert defaults_of() == Thinking()
     assert defaults_of(
@@ -363,6 +371,10 @@ def test_llamacpps_name_for_the_switch(options: dict[str, Any], enabled: bool) -
         (["--reasoning", "on", "--no-think"], "--reasoning is on, but must be given without --no"),
         (["--reasoning-effort", "hard"], "--reasoning-effort is hard, but must be one of none, "),
         (["--reasoning-budget", "-2"], "--reasoning-budget is -2, but must be at least 0, or -1"),
+        (["--reasoning-budget", "4294967296"], "--reasoning-budget is 4294967296, but must be at "),
+        (["--top-k", "3000000000"], "--top-k is 3000000000, but must be at most 2147483647"),
+        (["-n", "2147483648"], "-n is 2147483648, but must be at most 2147483647"),
+        (["--temp", "1e300"], "--temp is 1e+300, but must be at most 3.40282e+38"),
         (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs is [1], but must be a JSON "),
         (
             ["--chat-template-kwargs", '{"enable_thinking": "false"}'],

@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
+from anyio.to_thread import current_default_thread_limiter
 from engines import log_records
 from server_fake import WAIT_S, Call, FakeBackend, Script, acquire, app_of, running, until
 from starlette.testclient import TestClient
@@ -491,6 +492,30 @@ def test_who_hangs_up_while_the_prompt_is_rendered_is_never_queued(
             assert [record.__dict__["fields"]["end"] for record in records] == ["left"]
 
     run(test())
+
+
+def test_a_stop_waits_for_no_thread_that_renders_or_is_waited_for() -> None:
+    backend = SlowBackend()
+
+    async def test() -> None:
+        async with running(app_of(backend)) as app:
+            await ready(app)
+            current_default_thread_limiter().total_tokens = 1
+            backend.is_slow = True
+            calls = [Call(app, body(prompt="x")) for _ in range(2)]
+            while len(backend.requests) < 2:  # one was made to be ready
+                await asyncio.sleep(0.01)
+            app.state.halt()
+            for call in calls:
+                await call.task
+                assert call.status == 503
+        assert app.state.is_in_use()
+        backend.may_render.set()
+        while app.state.is_in_use():
+            await asyncio.sleep(0.01)
+
+    run(test())
+    assert len(backend.requests) == 2, "the second call is not rendered any more"
 
 
 def test_several_replies_are_rendered_once() -> None:

@@ -1,7 +1,6 @@
 """The `kvmem` command: its parts, and how every failure becomes one line and an exit code."""
 
 import logging
-import sys
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Annotated
@@ -9,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from kvmem.cli import faults
+from kvmem.cli import faults, logs
 from kvmem.cli.bench import bench
 from kvmem.cli.calibrate import calibrate_model
 from kvmem.cli.demo import demo
@@ -124,5 +123,5 @@ def _given(error: typer.TyperException) -> str:
 
 
 def _fail(line: str, code: int) -> int:
-    print(line.replace("\n", " "), file=sys.stderr)
+    logs.complain(line)
     return code

@@ -2,12 +2,13 @@
 
 import json
 import logging
+import sys
 import time
 from typing import Literal
 
 from kvmem.cli.faults import in_flags
 
-__all__ = ["LogFormat", "say", "set_up", "show_requests"]
+__all__ = ["LogFormat", "complain", "say", "set_up", "show_requests"]
 
 LogFormat = Literal["text", "json"]
 
@@ -68,6 +69,16 @@ def set_up(*, verbose: bool, kind: LogFormat = "text", server: bool = False) -> 
 def show_requests() -> None:
     """The line of each request, too."""
     logging.getLogger("kvmem.server.request").setLevel(logging.INFO)
+
+
+def complain(line: str) -> None:
+    """The one line of a command that fails: as it is, or as an object among the others."""
+    line = line.replace("\n", " ")
+    handlers = logging.getLogger("kvmem").handlers
+    if any(isinstance(handler.formatter, _Json) for handler in handlers):
+        logging.getLogger(SAID).error("%s", line.removeprefix("error: "))
+    else:
+        print(line, file=sys.stderr)
 
 
 def say(text: str) -> None:

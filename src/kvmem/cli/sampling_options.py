@@ -5,16 +5,20 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import numpy as np
+
 from kvmem.chat.fields import FieldError
 from kvmem.chat.request import RequestDefaults
 from kvmem.chat.thinking import EFFORTS, Thinking, read_template_kwargs
 from kvmem.cli.flags import flag, llama_flag
+from kvmem.config import MAX_COUNT
 from kvmem.engine.sampling import SamplingParams
 from kvmem.errors import ConfigError
 
 __all__ = ["SamplingOptions"]
 
 SAMPLING_PANEL = "Sampling (what a request may change)"
+MAX_FLOAT = float(np.finfo(np.float32).max)  # llama.cpp's are of 32 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,26 +102,33 @@ class SamplingOptions:
     def defaults(self) -> RequestDefaults:
         """Raises ConfigError: a value out of range."""
         for name, value, least, most in (
-            ("temperature", self.temperature, 0.0, math.inf),
+            ("temperature", self.temperature, 0.0, MAX_FLOAT),
             ("top_p", self.top_p, 0.0, 1.0),
             ("min_p", self.min_p, 0.0, 1.0),
-            ("repeat_penalty", self.repeat_penalty, 0.0, math.inf),
-            ("presence_penalty", self.presence_penalty, -math.inf, math.inf),
-            ("frequency_penalty", self.frequency_penalty, -math.inf, math.inf),
+            ("repeat_penalty", self.repeat_penalty, 0.0, MAX_FLOAT),
+            ("presence_penalty", self.presence_penalty, -MAX_FLOAT, MAX_FLOAT),
+            ("frequency_penalty", self.frequency_penalty, -MAX_FLOAT, MAX_FLOAT),
         ):
             if value is None:
                 continue
             if not math.isfinite(value):
                 raise ConfigError(name, value, "a finite number")
             if not least <= value <= most:
-                rule = f"from {least:g} to {most:g}" if most == 1 else f"at least {least:g}"
-                raise ConfigError(name, value, rule)
+                rule = f"at least {least:g}" if value < least else f"at most {most:g}"
+                raise ConfigError(name, value, f"from 0 to {most:g}" if most == 1 else rule)
         if self.repeat_penalty is not None and not self.repeat_penalty > 0:
             raise ConfigError("repeat_penalty", self.repeat_penalty, "above 0")
         if self.seed is not None and not -1 <= self.seed < 1 << 32:
             raise ConfigError("seed", self.seed, "from 0 to 4294967295, or -1 for a random one")
         if self.n_predict < -1:
             raise ConfigError("n_predict", self.n_predict, "at least 0, or -1 for no limit")
+        for name, count in (
+            ("n_predict", self.n_predict),
+            ("top_k", self.top_k or 0),
+            ("reasoning_budget", self.reasoning_budget),
+        ):
+            if abs(count) > MAX_COUNT:
+                raise ConfigError(name, count, f"at most {MAX_COUNT}")
         return RequestDefaults(
             sampling=SamplingParams(
                 temperature=self.temperature,

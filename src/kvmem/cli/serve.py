@@ -6,15 +6,17 @@ import signal
 import socket
 import ssl
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
 import uvicorn
+from rich.console import Console
 from starlette.applications import Starlette
 from typer import Option
 
-from kvmem.cli import logs
+from kvmem.cli import faults, logs
 from kvmem.cli.calibrate import calibrate_missing
 from kvmem.cli.options import EngineOptions
 from kvmem.cli.plan import plan_of, render_plan
@@ -123,20 +125,26 @@ def serve(
         try:
             runner.run(sockets=[listener])
         except KeyboardInterrupt:
-            _leave_threads(app, 130)
+            _leave_threads(app, failures, 130)
             raise
-        _leave_threads(app, 0)
+        _leave_threads(app, failures, 0)
     if failures:
         raise failures[0]
 
 
-def _leave_threads(app: Starlette, code: int) -> None:
+def _leave_threads(app: Starlette, failures: Sequence[BaseException], code: int) -> None:
     """End the process where a long prompt is still rendered, or a model still calibrated: Python
-    would wait for that.
+    would wait for that. A failure is told, and is the code.
     """
-    if app.state.is_in_use():
-        sys.stderr.flush()
-        os._exit(code)
+    if not app.state.is_in_use():
+        return
+    Console(stderr=True).show_cursor()  # a bar that is left behind has hidden it
+    if failures:
+        assert isinstance(failures[0], Exception)
+        line, code = faults.describe(failures[0], command="serve")
+        logs.complain(line)
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _check_certificate(config: ServerConfig) -> None:

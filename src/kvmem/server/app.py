@@ -1,11 +1,11 @@
 """The ASGI application."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -57,7 +57,7 @@ def create_app(
         try:
             yield
         finally:
-            await run_in_threadpool(worker.stop)
+            await asyncio.to_thread(worker.stop)  # Starlette's threads may all be rendering
 
     routes = [*api.routes(), *completions.routes(), *tokens.routes(), *monitor.routes()]
     app = Starlette(

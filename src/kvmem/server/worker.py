@@ -178,6 +178,7 @@ class EngineWorker:
         self._stopping = False
         self._halts: set[Callable[[], None]] = set()  # wake who waits for a thread
         self._n_in_threads = 0
+        self._is_left_open = False
         self._may_close = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvmem-engine", daemon=True)
         self._progress = "loading (0%)"
@@ -214,7 +215,8 @@ class EngineWorker:
     @property
     def is_in_use(self) -> bool:
         """Whether a thread still loads or reads the backend, though nobody waits for it."""
-        return self._n_in_threads > 0 or (self._stopping and self._thread.is_alive())
+        is_alive = self._stopping and self._thread.is_alive()
+        return self._n_in_threads > 0 or self._is_left_open or is_alive
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What it returns, out of a thread that may read the backend.
@@ -224,6 +226,8 @@ class EngineWorker:
 
         def call() -> T:
             try:
+                if self._stopping:  # it waited for a thread
+                    raise Cancelled(STOPPING)
                 return function(*args, **kwargs)
             finally:
                 with self._lock:
@@ -319,7 +323,8 @@ class EngineWorker:
         finally:
             if self._stopping:  # handlers may still count tokens
                 self._may_close.wait()
-            if self._n_in_threads == 0:  # else the process ends with it
+            self._is_left_open = self._n_in_threads > 0  # the process ends with it
+            if not self._is_left_open:
                 backend.close()
 
     def _fail(self, error: Exception) -> None:
