@@ -12,5 +12,9 @@ def test_the_option_tables_are_current(root: Path) -> None:
 
 def test_the_tables_name_every_flag() -> None:
     tables = option_tables()
-    for flag in ("`-m`", "`--kvmem-budget`", "`--kvmem/--no-kvmem`", "`-ngl`", "`--api-key`"):
+    for flag in (
+        *("`-m`", "`--kvmem-budget`", "`--kvmem/--no-kvmem`", "`-ngl`", "`--api-key`"),
+        "`--log-disable`",
+    ):
         assert flag in tables
+    assert tables.count("| `--json` |") == 2  # of run, and of plan and calibrate

@@ -130,7 +130,8 @@ class EngineOptions:
     block: Annotated[
         int,
         flag("--kvmem-block-tokens", env="KVMEM_BLOCK_TOKENS", panel=MEMORY_PANEL,
-              help="Tokens of a block, the unit of choice and transfer."),
+              help="Tokens of a block, the unit of choice and transfer. A budget under 2048 "
+              "tokens wants 32 or 16."),
     ] = 128  # fmt: skip
     sink: Annotated[
         int,
