@@ -155,7 +155,7 @@ def test_a_start_can_calibrate_first(
     said = capsys.readouterr()
     assert said.out == "" and "0.900" in said.err and "stored in" in said.err
     assert asked[0].model == config.model
-    assert shares == [1 / 8]
+    assert shares == [0, 1 / 8]
     assert find(config).calibration == found.calibration
 
     worse = replace(found, picked=replace(found.picked, recall=0.4))

@@ -241,22 +241,9 @@ def test_a_start_script_of_llama_server_moves_over(
         pass  # the port is free
 
 
-def test_a_start_calibrates_where_that_is_used(tiny_llama: Path, tmp_path: Path) -> None:
-    """That it begins to is enough here: tests/bench/test_calibrate.py has what comes of it."""
+def test_a_start_calibrates_only_where_that_is_used(tiny_llama: Path, tmp_path: Path) -> None:
     model = str(shutil.copy(tiny_llama, tmp_path / "tiny.gguf"))
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    with serving("-m", model, *START, "--kvmem-calibrate", variables=cache) as server:
-        server.until(f"^calibrating {model}$")
-        assert server.stop(signal.SIGTERM) == 0
-    assert not any("Traceback" in line for line in server.log())
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    own = (*START, "--port", str(port), "--kvmem-calibrate")
-    with serving("-m", model, *own, variables=cache) as server:
-        server.until(f"^calibrating {model}$")
-        health = httpx2.get(f"http://127.0.0.1:{port}/health", timeout=WAIT_S)
-        assert health.status_code == 503 and "being calibrated" in health.text
-        assert server.stop(signal.SIGTERM) == 0
     with serving("-m", model, *START, variables=cache) as server:
         server.until("^loading ")
         assert server.stop(signal.SIGTERM) == 0
@@ -264,6 +251,23 @@ def test_a_start_calibrates_where_that_is_used(tiny_llama: Path, tmp_path: Path)
         server.address()
         assert server.seen[0].startswith("not calibrated, as it would not be used")
         assert server.stop() == 130
+
+
+@pytest.mark.slow
+def test_it_answers_and_stops_while_it_calibrates(demo_model: Path, tmp_path: Path) -> None:
+    """tests/bench/test_calibrate.py has what comes of it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    model = str(shutil.copy(demo_model, tmp_path))
+    args = ("-m", model, "--port", str(port), "-c", "4096", "-t", "1", "--kvmem-calibrate")
+    with serving(*args, variables={"XDG_CACHE_HOME": str(tmp_path / "cache")}) as server:
+        server.until(f"^calibrating {model}$")
+        health = httpx2.get(f"http://127.0.0.1:{port}/health", timeout=WAIT_S)
+        assert health.status_code == 503 and "being calibrated (0%)" in health.text
+        began = monotonic()
+        assert server.stop(signal.SIGTERM) == 0
+        assert monotonic() - began < 10
+        assert not any("Traceback" in line for line in server.log())
 
 
 def test_every_line_of_a_start_is_an_object_where_that_is_asked_for(tiny_llama: Path) -> None:

@@ -500,7 +500,8 @@ def test_a_stop_waits_for_no_thread_that_renders_or_is_waited_for() -> None:
     async def test() -> None:
         async with running(app_of(backend)) as app:
             await ready(app)
-            current_default_thread_limiter().total_tokens = 1
+            threads = current_default_thread_limiter()
+            threads.total_tokens = 1
             backend.is_slow = True
             calls = [Call(app, body(prompt="x")) for _ in range(2)]
             while len(backend.requests) < 2:  # one was made to be ready
@@ -511,11 +512,12 @@ def test_a_stop_waits_for_no_thread_that_renders_or_is_waited_for() -> None:
                 assert call.status == 503
         assert app.state.is_in_use()
         backend.may_render.set()
-        while app.state.is_in_use():
+        while threads.borrowed_tokens or threads.statistics().tasks_waiting:
             await asyncio.sleep(0.01)
 
     run(test())
     assert len(backend.requests) == 2, "the second call is not rendered any more"
+    assert not backend.closed, "the process ends with it"
 
 
 def test_several_replies_are_rendered_once() -> None:

@@ -95,6 +95,7 @@ def calibrate_missing(config: EngineConfig, tell: Callable[[float], object]) -> 
         logs.say(f"not calibrated, as it would not be used: calibration {source}")
         return
     spec = CalibrationSpec(model=config.model, memory=config.memory)
+    tell(0.0)
     logs.say(f"calibrating {config.model.path}")
     with progress(say=logs.say) as report:
 
