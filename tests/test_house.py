@@ -16,6 +16,8 @@ MAX_LINES = 500
 LAYERS = ("kv", "llama", "engine", "chat", "server", "cli")
 # What kv shows to llama: the interface of a device, and how its rows are laid out.
 SEAM = {"kvmem.kv.port", "kvmem.kv.layout"}
+# What the package of JSON schemas knows of chat beside itself.
+SCHEMAS_SEE = {"kvmem.chat.json_schema", "kvmem.chat.fields"}
 BESIDE = {"bench": "cli"}
 SUFFIXES = (".py", ".pyx", ".pxd", ".pyi", ".cpp", ".h", ".cu")
 
@@ -73,6 +75,9 @@ def test_imports_point_down(path: Path) -> None:
         if own == "llama" and target == "kv":
             module = ".".join(imported.split(".")[:3])
             assert module in SEAM, f"llama sees of kv only {', '.join(sorted(SEAM))}"
+        if parts[:2] == ("chat", "json_schema") and target == "chat":
+            module = ".".join(imported.split(".")[:3])
+            assert module in SCHEMAS_SEE, f"json_schema must not know {imported}"
 
 
 @pytest.mark.parametrize("path", EXTENSIONS, ids=name_of)

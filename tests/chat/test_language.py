@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zod import DATE_TIME, EMAIL, UUID
 
-from kvmem.chat import formats
-from kvmem.chat.language import NoText, TextDemands, length_range, write_rules
-from kvmem.chat.pattern import Form
-from kvmem.chat.regex import PatternError
+from kvmem.chat.json_schema import formats
+from kvmem.chat.json_schema.language import NoText, TextDemands, length_range, write_rules
+from kvmem.chat.json_schema.pattern import Form
+from kvmem.chat.json_schema.regex import PatternError
 
 
 def grammar_of(demands: TextDemands, form: Form = "json") -> Grammar:

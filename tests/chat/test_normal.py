@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 from zod import DATE_TIME, EMAIL, UUID
 
-from kvmem.chat import formats
-from kvmem.chat.language import TextDemands, length_range, write_rules
-from kvmem.chat.normal import NormalSchema, normal_schema
-from kvmem.chat.ranges import put_rules
+from kvmem.chat.json_schema import formats
+from kvmem.chat.json_schema.language import TextDemands, length_range, write_rules
+from kvmem.chat.json_schema.normal import NormalSchema, normal_schema
+from kvmem.chat.json_schema.ranges import put_rules
+from kvmem.chat.json_schema.schema import find_oversized, find_unenforced
 from kvmem.chat.render import ChatRenderer
 from kvmem.chat.request import parse_chat_request
-from kvmem.chat.schema import find_oversized, find_unenforced
 from kvmem.llama.grammar import check_grammar, schema_grammar
 from kvmem.llama.model import Model
 from kvmem.llama.template import ChatTemplate

@@ -6,9 +6,9 @@ import re
 import pytest
 from gbnf import read_grammar
 
-from kvmem.chat import formats
-from kvmem.chat.pattern import write_pattern
-from kvmem.chat.regex import PatternError
+from kvmem.chat.json_schema import formats
+from kvmem.chat.json_schema.pattern import write_pattern
+from kvmem.chat.json_schema.regex import PatternError
 from kvmem.llama.grammar import schema_grammar
 
 PATTERNS = (

@@ -7,7 +7,7 @@ from gbnf import read_grammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmem.chat.ranges import number_rule
+from kvmem.chat.json_schema.ranges import number_rule
 
 BOUNDS = st.one_of(
     st.none(),

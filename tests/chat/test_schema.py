@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from kvmem.chat.all_of import UNMERGED, merge_all_of
-from kvmem.chat.keywords import ASSERTIONS
-from kvmem.chat.normal import normal_schema
-from kvmem.chat.schema import find_contradictions, find_oversized, find_unenforced
-from kvmem.chat.text_arguments import find_loose_texts, only_properties, text_rules
+from kvmem.chat.json_schema.all_of import UNMERGED, merge_all_of
+from kvmem.chat.json_schema.keywords import ASSERTIONS
+from kvmem.chat.json_schema.normal import normal_schema
+from kvmem.chat.json_schema.schema import find_contradictions, find_oversized, find_unenforced
+from kvmem.chat.json_schema.text_arguments import find_loose_texts, only_properties, text_rules
 from kvmem.errors import RequestError
 from kvmem.llama.grammar import check_grammar, schema_grammar
 from kvmem.llama.model import Model

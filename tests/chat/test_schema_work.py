@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from work import at_most
 
-from kvmem.chat.normal import normal_schema
-from kvmem.chat.schema import find_contradictions, find_oversized, find_unenforced
-from kvmem.chat.text_arguments import text_rules
+from kvmem.chat.json_schema.normal import normal_schema
+from kvmem.chat.json_schema.schema import find_contradictions, find_oversized, find_unenforced
+from kvmem.chat.json_schema.text_arguments import text_rules
 
 Json = dict[str, Any]
 

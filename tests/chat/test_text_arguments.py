@@ -12,10 +12,10 @@ from gbnf import read_grammar
 from zod import EMAIL
 
 from kvmem.chat.fields import FieldError
-from kvmem.chat.normal import normal_schema
+from kvmem.chat.json_schema.normal import normal_schema
+from kvmem.chat.json_schema.text_arguments import ANY_TEXT, text_rules
 from kvmem.chat.render import ChatRenderer, RenderedChat
 from kvmem.chat.request import parse_chat_request
-from kvmem.chat.text_arguments import ANY_TEXT, text_rules
 from kvmem.engine.events import TokenEvent
 from kvmem.llama.grammar import check_grammar
 from kvmem.llama.model import Model

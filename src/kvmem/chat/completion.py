@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvmem.chat.constraint import require_grammar, require_schema
 from kvmem.chat.fields import (
     FieldError,
     read_bool,
@@ -16,7 +15,7 @@ from kvmem.chat.fields import (
     read_object,
     read_text,
 )
-from kvmem.chat.ranges import put_rules
+from kvmem.chat.json_schema import put_rules, require_grammar, require_schema
 from kvmem.chat.request import RequestDefaults
 from kvmem.chat.sampling import (
     read_max_tokens,

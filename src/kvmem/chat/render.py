@@ -9,10 +9,10 @@ import numpy as np
 
 from kvmem.chat.binding import bind, find_thinking
 from kvmem.chat.contents import ContentFinder, find_last_part
-from kvmem.chat.format import Demands, Parameters, TemplateFormat
 from kvmem.chat.reply import NewParser, Parser, PlainParser, ReplyReader, ThinkingTags
 from kvmem.chat.request import ChatRequest
 from kvmem.chat.segments import SegmentTokenizer, TokenizedText
+from kvmem.chat.template_format import Demands, Parameters, TemplateFormat
 from kvmem.chat.token_bound import TokenBound
 from kvmem.engine.prompt import Prompt, RoleSpan, Span, Tokens
 from kvmem.engine.sampling import GenerateParams, SamplingParams

@@ -11,7 +11,7 @@ __all__ = ["check_grammar", "schema_grammar"]
 def schema_grammar(schema):
     """The GBNF text of a JSON schema.
 
-    llama.cpp leaves out what it has no grammar for, without a word: chat.schema finds that.
+    llama.cpp leaves out what it has no grammar for, without a word: chat.json_schema finds that.
 
     Raises:
         RequestError: the schema is malformed.

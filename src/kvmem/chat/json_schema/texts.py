@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from kvmem.chat import formats
-from kvmem.chat.contradictions import is_nothing, nothing
-from kvmem.chat.keywords import numbers_of
-from kvmem.chat.language import NoText, TextDemands, length_range, write_rules
-from kvmem.chat.pattern import write_pattern
-from kvmem.chat.regex import PatternError
-from kvmem.chat.steps import Spent, Steps
+from kvmem.chat.json_schema import formats
+from kvmem.chat.json_schema.contradictions import is_nothing, nothing
+from kvmem.chat.json_schema.keywords import numbers_of
+from kvmem.chat.json_schema.language import NoText, TextDemands, length_range, write_rules
+from kvmem.chat.json_schema.pattern import write_pattern
+from kvmem.chat.json_schema.regex import PatternError
+from kvmem.chat.json_schema.step_limit import Spent, Steps
 
 __all__ = ["MAX_STEPS", "TextWriter"]
 

@@ -6,8 +6,8 @@ from itertools import accumulate
 from typing import Any
 
 from kvmem.chat.fields import FieldError
-from kvmem.chat.normal import NormalSchema, normal_schema
-from kvmem.chat.schema import (
+from kvmem.chat.json_schema.normal import NormalSchema, normal_schema
+from kvmem.chat.json_schema.schema import (
     MAX_DEPTH,
     MAX_TEXT,
     Unenforced,

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from kvmem.chat.keywords import numbers_of, subschemas, with_subschemas
+from kvmem.chat.json_schema.keywords import numbers_of, subschemas, with_subschemas
 
 __all__ = ["BOUNDS", "NOTHING", "cut_out", "integer_range", "is_nothing", "nothing"]
 

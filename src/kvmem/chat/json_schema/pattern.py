@@ -8,7 +8,7 @@ written so that it matches what JSON writes for the texts it matches.
 from collections.abc import Iterable
 from typing import Final, Literal
 
-from kvmem.chat.regex import (
+from kvmem.chat.json_schema.regex import (
     Anchor,
     Chars,
     Choice,

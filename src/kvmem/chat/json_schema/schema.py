@@ -1,7 +1,7 @@
 """JSON schemas: which demands a grammar can enforce, and which one it cannot.
 
 llama.cpp turns a schema into a grammar and leaves out, without a word, what has no grammar. Here
-each demand is looked at alone, so that one which would be lost can be named. chat.normal has
+each demand is looked at alone, so that one which would be lost can be named. json_schema.normal has
 written the schema in the words that have one, as far as there are any.
 """
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from kvmem.chat.contradictions import BOUNDS, integer_range
-from kvmem.chat.formats import KNOWN as FORMATS
-from kvmem.chat.keywords import demands_of, is_number, numbers_of
-from kvmem.chat.normal import NormalSchema
+from kvmem.chat.json_schema.contradictions import BOUNDS, integer_range
+from kvmem.chat.json_schema.formats import KNOWN as FORMATS
+from kvmem.chat.json_schema.keywords import demands_of, is_number, numbers_of
+from kvmem.chat.json_schema.normal import NormalSchema
 from kvmem.errors import RequestError
 from kvmem.llama.grammar import schema_grammar
 

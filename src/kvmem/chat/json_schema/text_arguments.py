@@ -13,15 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvmem.chat import formats
-from kvmem.chat.keywords import demands_of, numbers_of
-from kvmem.chat.language import NoText, TextDemands, write_rules
-from kvmem.chat.normal import NormalSchema
-from kvmem.chat.pattern import write_pattern
-from kvmem.chat.regex import PatternError
-from kvmem.chat.steps import Steps
-from kvmem.chat.texts import MAX_STEPS
-from kvmem.chat.values import is_of_type
+from kvmem.chat.json_schema import formats
+from kvmem.chat.json_schema.keywords import demands_of, numbers_of
+from kvmem.chat.json_schema.language import NoText, TextDemands, write_rules
+from kvmem.chat.json_schema.normal import NormalSchema
+from kvmem.chat.json_schema.pattern import write_pattern
+from kvmem.chat.json_schema.regex import PatternError
+from kvmem.chat.json_schema.step_limit import Steps
+from kvmem.chat.json_schema.texts import MAX_STEPS
+from kvmem.chat.json_schema.values import is_of_type
 from kvmem.errors import UnsupportedContentError
 
 __all__ = [

@@ -4,10 +4,16 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvmem.chat.contradictions import nothing
-from kvmem.chat.keywords import ASSERTIONS, demands_of, find_target, is_number, with_subschemas
-from kvmem.chat.steps import Steps
-from kvmem.chat.values import is_equal, key_of
+from kvmem.chat.json_schema.contradictions import nothing
+from kvmem.chat.json_schema.keywords import (
+    ASSERTIONS,
+    demands_of,
+    find_target,
+    is_number,
+    with_subschemas,
+)
+from kvmem.chat.json_schema.step_limit import Steps
+from kvmem.chat.json_schema.values import is_equal, key_of
 
 __all__ = ["UNMERGED", "Conflict", "Contradiction", "join", "merge_all_of"]
 

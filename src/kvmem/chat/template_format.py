@@ -8,20 +8,24 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from kvmem.chat.constraint import require_grammar, require_schema
 from kvmem.chat.fields import FieldError
-from kvmem.chat.messages import Message
-from kvmem.chat.normal import NormalSchema, normal_schema
-from kvmem.chat.ranges import put_rules
-from kvmem.chat.request import ChatRequest
-from kvmem.chat.schema import Unenforced, find_oversized, find_unenforced
-from kvmem.chat.text_arguments import (
+from kvmem.chat.json_schema import (
+    NormalSchema,
+    Unenforced,
     find_loose_texts,
+    find_oversized,
+    find_unenforced,
     has_loose_texts,
     hold_texts,
+    normal_schema,
     only_properties,
+    put_rules,
+    require_grammar,
+    require_schema,
     text_rules,
 )
+from kvmem.chat.messages import Message
+from kvmem.chat.request import ChatRequest
 from kvmem.chat.tools import Tool
 from kvmem.errors import RequestError, UnsupportedContentError
 from kvmem.llama.grammar import check_grammar, schema_grammar
@@ -39,7 +43,7 @@ class Parameters:
     """The arguments of a function.
 
     schema: as llama.cpp is to get it.
-    ranges: rules in place of constants and patterns of its grammar (chat.ranges).
+    ranges: rules in place of constants and patterns of its grammar (json_schema.ranges).
     rules: what each argument that is written as plain text is held to.
     lost: what calls are not held to. narrowed: where they are held to less than the schema allows.
     """

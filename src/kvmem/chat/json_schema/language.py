@@ -13,8 +13,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Final
 
-from kvmem.chat.pattern import ANYTHING, Form, NoMatch, write_letters
-from kvmem.chat.regex import (
+from kvmem.chat.json_schema.pattern import ANYTHING, Form, NoMatch, write_letters
+from kvmem.chat.json_schema.regex import (
     MAX_POINT,
     Anchor,
     Chars,
@@ -27,7 +27,7 @@ from kvmem.chat.regex import (
     join_ranges,
     read_regex,
 )
-from kvmem.chat.steps import Spent, Steps
+from kvmem.chat.json_schema.step_limit import Spent, Steps
 
 __all__ = ["NoText", "TextDemands", "length_range", "write_rules"]
 

@@ -11,7 +11,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any, Final
 
-from kvmem.chat.keywords import demands_of, numbers_of, with_subschemas
+from kvmem.chat.json_schema.keywords import demands_of, numbers_of, with_subschemas
 from kvmem.llama.grammar import schema_grammar
 
 __all__ = ["LARGEST", "mark_ranges", "number_rule", "put_rules"]

@@ -3,7 +3,7 @@
 llama.cpp reads a part of JSON Schema, and some of it in its own way. Here a schema is written so
 that a grammar made from it allows no value that the schema forbids. It may allow fewer: names come
 in one order, and objects without `additionalProperties` are closed. What cannot be written so stays
-as it is, for chat.schema to name.
+as it is, for json_schema.schema to name.
 
 References go into one table under names of their own: llama.cpp knows them by the letters and
 digits of their path, and takes those of two tools with the same path for one.
@@ -16,16 +16,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmem.chat.all_of import UNMERGED, Conflict, Contradiction, join, merge_all_of
-from kvmem.chat.contradictions import NOTHING, cut_out, is_nothing
-from kvmem.chat.exclusive import Prover
-from kvmem.chat.keywords import demands_of, find_target, numbers_of, with_subschemas
-from kvmem.chat.language import TextDemands
-from kvmem.chat.listed import list_sets, plain_values
-from kvmem.chat.ranges import LARGEST, mark_ranges
-from kvmem.chat.steps import Spent, Steps
-from kvmem.chat.texts import TextWriter
-from kvmem.chat.values import count_values, is_kind
+from kvmem.chat.json_schema.all_of import UNMERGED, Conflict, Contradiction, join, merge_all_of
+from kvmem.chat.json_schema.contradictions import NOTHING, cut_out, is_nothing
+from kvmem.chat.json_schema.exclusive import Prover
+from kvmem.chat.json_schema.keywords import demands_of, find_target, numbers_of, with_subschemas
+from kvmem.chat.json_schema.language import TextDemands
+from kvmem.chat.json_schema.listed import list_sets, plain_values
+from kvmem.chat.json_schema.ranges import LARGEST, mark_ranges
+from kvmem.chat.json_schema.step_limit import Spent, Steps
+from kvmem.chat.json_schema.texts import TextWriter
+from kvmem.chat.json_schema.values import count_values, is_kind
 
 __all__ = ["NormalSchema", "normal_schema"]
 

@@ -8,9 +8,9 @@ other has not. Where that needs a property to be there, or to be left out, the b
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvmem.chat.keywords import is_number, numbers_of
-from kvmem.chat.steps import Spent, Steps
-from kvmem.chat.values import is_kind, is_of_type, key_of
+from kvmem.chat.json_schema.keywords import is_number, numbers_of
+from kvmem.chat.json_schema.step_limit import Spent, Steps
+from kvmem.chat.json_schema.values import is_kind, is_of_type, key_of
 
 __all__ = ["Prover"]
 

@@ -8,9 +8,9 @@ from itertools import combinations, permutations
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvmem.chat.contradictions import nothing
-from kvmem.chat.keywords import demands_of, is_number, numbers_of
-from kvmem.chat.values import count_values, is_equal, is_kind, is_of_type, key_of
+from kvmem.chat.json_schema.contradictions import nothing
+from kvmem.chat.json_schema.keywords import demands_of, is_number, numbers_of
+from kvmem.chat.json_schema.values import count_values, is_equal, is_kind, is_of_type, key_of
 
 __all__ = ["list_sets", "plain_values"]
 
