@@ -8,7 +8,7 @@ from kvmem.errors import RequestError
 
 __all__ = [
     "FieldError",
-    "is_number",
+    "is_finite_number",
     "read_bool",
     "read_integer",
     "read_list",
@@ -52,7 +52,7 @@ def read_number(
     value = body.get(name)
     if value is None:
         return None
-    if not is_number(value):
+    if not is_finite_number(value):
         is_huge = isinstance(value, int | float) and not isinstance(value, bool)
         shown = "one beyond all range" if is_huge else _shown(value)
         if isinstance(value, float) and math.isnan(value):
@@ -78,7 +78,7 @@ def read_integer(
     return value
 
 
-def is_number(value: object) -> bool:
+def is_finite_number(value: object) -> bool:
     """Whether it is a number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
@@ -102,7 +102,7 @@ def _range(least: float, most: float) -> str:
 
 
 def _plain(bound: float) -> str:
-    return str(int(bound)) if is_number(bound) and bound == int(bound) else f"{bound:g}"
+    return str(int(bound)) if is_finite_number(bound) and bound == int(bound) else f"{bound:g}"
 
 
 def _shown(value: object) -> str:

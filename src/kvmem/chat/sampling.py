@@ -6,7 +6,14 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from kvmem.chat.fields import FieldError, is_number, read_bool, read_integer, read_list, read_number
+from kvmem.chat.fields import (
+    FieldError,
+    is_finite_number,
+    read_bool,
+    read_integer,
+    read_list,
+    read_number,
+)
 from kvmem.chat.text import Tokenizer
 from kvmem.engine.sampling import SamplingParams
 from kvmem.errors import UnsupportedContentError
@@ -163,7 +170,7 @@ def _read_logit_bias(body: dict[str, Any]) -> list[list[int | str | float | None
             raise FieldError("logit_bias", f"must name tokens from 0 to {MAX_TOKEN}")
         if bias is False:
             biases.append([named, None])
-        elif not is_number(bias):
+        elif not is_finite_number(bias):
             raise FieldError("logit_bias", "must hold numbers (or false, which forbids a token)")
         else:
             biases.append([named, float(bias)])

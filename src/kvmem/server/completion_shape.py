@@ -10,7 +10,7 @@ from kvmem.engine.events import PromptProgress
 from kvmem.engine.logprobs import TokenChance, TokenChances, TokenLogprob, TokenLogprobs
 from kvmem.server.completion_reader import Piece, WholeReply
 from kvmem.server.pace import Pace
-from kvmem.server.sse import choices_usage, fingerprint, sum_usage, timings_of, usage_of
+from kvmem.server.sse import choices_usage, sum_usage, system_fingerprint, timings_of, usage_of
 
 __all__ = ["NativeShape", "OpenAiShape"]
 
@@ -100,7 +100,7 @@ class OpenAiShape:
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
-            "system_fingerprint": fingerprint(),
+            "system_fingerprint": system_fingerprint(),
         }
 
     def whole(self, replies: Sequence[WholeReply]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from kvmem.chat.request import RequestDefaults
 from kvmem.config import ServerConfig
 from kvmem.errors import CapacityError
 from kvmem.server.errors import SwitchedOff
-from kvmem.server.sse import fingerprint
+from kvmem.server.sse import system_fingerprint
 from kvmem.server.worker import EngineWorker
 
 __all__ = ["MonitorApi"]
@@ -61,7 +61,7 @@ class MonitorApi:
                 "chat_template": about.get("chat_template", ""),
                 "bos_token": about.get("bos_token", ""),
                 "eos_token": about.get("eos_token", ""),
-                "build_info": fingerprint(),
+                "build_info": system_fingerprint(),
                 "is_sleeping": False,
             }
         )

@@ -21,8 +21,8 @@ __all__ = [
     "ReplyShape",
     "choices_usage",
     "encode",
-    "fingerprint",
     "sum_usage",
+    "system_fingerprint",
     "timings_of",
     "usage_of",
 ]
@@ -34,7 +34,7 @@ LINE_ENDS = {point: f"\\u{point:04x}" for point in (0x85, 0x2028, 0x2029)}
 
 
 @cache
-def fingerprint() -> str:
+def system_fingerprint() -> str:
     """What OpenAI calls `system_fingerprint`: as llama-server has it, the build of llama.cpp."""
     return f"b{build_number()}-kvmem"
 
@@ -215,7 +215,7 @@ class ReplyShape:
             "object": kind,
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": fingerprint(),
+            "system_fingerprint": system_fingerprint(),
         }
 
     def _tail(self, done: Done, reader: ReplyReader) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from kvmem.chat.json_schema.keywords import numbers_of, subschemas, with_subschemas
+from kvmem.chat.json_schema.keywords import BOUNDS, numbers_of, subschemas, with_subschemas
 
-__all__ = ["BOUNDS", "NOTHING", "cut_out", "integer_range", "is_nothing", "nothing"]
+__all__ = ["NOTHING", "cut_out", "integer_range", "is_nothing", "nothing"]
 
 Json = dict[str, Any]
 Schema = Mapping[str, Any]
@@ -27,7 +27,6 @@ RANGES: Final = (
     ("minContains", "maxContains"),
     ("minimum", "maximum"),
 )
-BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def nothing(keyword: str, reason: str) -> Json:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvmem.chat.json_schema.keywords import is_number, numbers_of
 from kvmem.chat.json_schema.step_limit import Spent, Steps
-from kvmem.chat.json_schema.values import is_kind, is_of_type, key_of
+from kvmem.chat.json_schema.values import KINDS, is_kind, is_of_type, key_of
 
 __all__ = ["Prover"]
 
@@ -19,7 +19,6 @@ Schema = Mapping[str, Any]
 
 MAX_FOLLOWED = 16
 MAX_STEPS = 100_000  # of all proofs about one schema
-KINDS = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 
 
 class Prover:

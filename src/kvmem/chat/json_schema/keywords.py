@@ -8,6 +8,7 @@ from urllib.parse import unquote
 
 __all__ = [
     "ASSERTIONS",
+    "BOUNDS",
     "demands_of",
     "find_target",
     "is_number",
@@ -31,6 +32,8 @@ ASSERTIONS: Final = frozenset(
 """Those of all drafts that say which values are right. What they do not name is an annotation, as
 JSON Schema has it: titles, defaults, and whatever a library writes for itself.
 """
+
+BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 # keyword -> where its schemas are; of draft 4, `items` may be a list of them
 SUBSCHEMAS: Final[Mapping[str, Literal["one", "list", "names"]]] = MappingProxyType(

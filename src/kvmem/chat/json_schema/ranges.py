@@ -11,7 +11,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any, Final
 
-from kvmem.chat.json_schema.keywords import demands_of, numbers_of, with_subschemas
+from kvmem.chat.json_schema.keywords import BOUNDS, demands_of, numbers_of, with_subschemas
 from kvmem.llama.grammar import schema_grammar
 
 __all__ = ["LARGEST", "mark_ranges", "number_rule", "put_rules"]
@@ -22,7 +22,6 @@ LARGEST: Final = 10**MOST - 1  # what llama.cpp writes of an integer without bou
 ANY: Final = f"[0-9]{{0,{MOST}}}"
 SOME: Final = f"[0]{{0,{MOST - 1}}} [1-9] {ANY}"
 FRACTION: Final = f'("." [0-9]{{1,{MOST}}})?'
-BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def mark_ranges(schema: Any, rules: dict[str, str]) -> Any:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from kvmem.chat.json_schema.contradictions import BOUNDS, integer_range
+from kvmem.chat.json_schema.contradictions import integer_range
 from kvmem.chat.json_schema.formats import KNOWN as FORMATS
-from kvmem.chat.json_schema.keywords import demands_of, is_number, numbers_of
+from kvmem.chat.json_schema.keywords import BOUNDS, demands_of, is_number, numbers_of
 from kvmem.chat.json_schema.normal import NormalSchema
 from kvmem.errors import RequestError
 from kvmem.llama.grammar import schema_grammar

@@ -1,11 +1,11 @@
 """Values of JSON, as JSON Schema sees them: of which type they are, and which are equal."""
 
 import json
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["count_values", "is_equal", "is_kind", "is_of_type", "key_of"]
+__all__ = ["KINDS", "count_values", "is_equal", "is_kind", "is_of_type", "key_of"]
 
-KINDS = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+KINDS: Final = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 
 
 def is_of_type(value: Any, kind: Any) -> bool:
