@@ -46,14 +46,14 @@ async def ready(app: Any) -> None:
 
 
 def test_headers_and_comments_come_before_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmem.server.reply.SILENCE_S", 0.01)
+    monkeypatch.setattr("kvmem.server.event_stream.SILENCE_S", 0.01)
     script = Script(hold_at=0)
 
     async def test() -> None:
         async with running(app_of(FakeBackend(Script(), script))) as app:
             await ready(app)
             call = Call(app, body(stream=True))
-            await call.until(lambda: call.body.count(b":\n\n") >= 3)
+            await call.until(lambda: call.body.count(b":\n\n") >= 2 * WAIT_S)
             assert call.status == 200
             assert b"data:" not in call.body
             script.release.set()
@@ -88,8 +88,8 @@ def test_hanging_up_ends_reading_and_decoding(hold_at: int, stream: bool) -> Non
 def test_a_client_that_stops_reading_does_not_hold_up_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvmem.server.reply.STALLED_S", 0.05)
-    monkeypatch.setattr("kvmem.server.reply.SILENCE_S", 0.01)
+    monkeypatch.setattr("kvmem.server.event_stream.STALLED_S", 0.05)
+    monkeypatch.setattr("kvmem.server.event_stream.SILENCE_S", 0.01)
     monkeypatch.setattr(logging.getLogger("kvmem"), "propagate", True)
     backend = FakeBackend(Script(), Script(ENDLESS, hold_at=5), Script())
 
@@ -422,7 +422,7 @@ PATHS = ("/v1/chat/completions", "/completion")
 def test_a_stream_begins_while_its_prompt_is_rendered(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmem.server.reply.SILENCE_S", 0.01)
+    monkeypatch.setattr("kvmem.server.event_stream.SILENCE_S", 0.01)
     backend = SlowBackend()
 
     async def test() -> None:
@@ -446,7 +446,7 @@ def test_a_stream_begins_while_its_prompt_is_rendered(
 def test_what_is_wrong_with_a_prompt_that_takes_long_ends_its_stream(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmem.server.reply.HEADERS_S", 0.01)
+    monkeypatch.setattr("kvmem.server.event_stream.HEADERS_S", 0.01)
     backend = SlowBackend(error=ContextLengthError(70, 64))
 
     async def test() -> None:
@@ -472,7 +472,7 @@ def test_what_is_wrong_with_a_prompt_that_takes_long_ends_its_stream(
 def test_who_hangs_up_while_the_prompt_is_rendered_is_never_queued(
     path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmem.server.reply.HEADERS_S", 0.01)
+    monkeypatch.setattr("kvmem.server.event_stream.HEADERS_S", 0.01)
     backend = SlowBackend()
 
     async def test() -> None:

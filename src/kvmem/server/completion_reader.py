@@ -7,7 +7,7 @@ from kvmem.chat.stream import ReplyText
 from kvmem.engine.events import Done, Event, PromptProgress
 from kvmem.engine.logprobs import TokenChances, TokenLogprobs
 from kvmem.errors import Cancelled
-from kvmem.server.reply import SILENCE_S
+from kvmem.server import event_stream
 from kvmem.server.worker import Generation
 
 __all__ = ["Piece", "Tick", "WholeReply", "read_completion", "read_whole_completion"]
@@ -71,7 +71,7 @@ async def read_completion(
     events = [] if first is None else [first]
     while True:
         if not events:
-            events = await generation.drain(SILENCE_S)
+            events = await generation.drain(event_stream.SILENCE_S)
             if not events:
                 yield Tick()
         for event in events:

@@ -1,8 +1,7 @@
 """Plain completions: llama-server's own endpoint, and OpenAI's older one."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -11,15 +10,16 @@ from starlette.routing import Route
 from kvmem.chat.completion import CompletionRequest, parse_completion_request
 from kvmem.chat.request import RequestDefaults
 from kvmem.chat.text import MixedText
-from kvmem.engine.events import Event, PromptProgress
+from kvmem.engine.events import PromptProgress
 from kvmem.errors import ContextLengthError
 from kvmem.server import sse
 from kvmem.server.backend import Backend
 from kvmem.server.body import read_object_body
 from kvmem.server.completion_reader import Piece, Tick, read_completion, read_whole_completion
 from kvmem.server.completion_shape import NativeShape, OpenAiShape
-from kvmem.server.reply import (
+from kvmem.server.event_stream import (
     FIRST_EVENT_S,
+    Begun,
     EventLines,
     begin_stream,
     comments_until,
@@ -32,15 +32,6 @@ from kvmem.server.worker import EngineWorker, Generation
 __all__ = ["CompletionApi"]
 
 Shape = NativeShape | OpenAiShape
-
-
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """first: the first event of the first one, if it came at once."""
-
-    generations: Sequence[Generation]
-    shape: Shape
-    first: Event | None
 
 
 class CompletionApi:
@@ -82,12 +73,12 @@ class CompletionApi:
             return EventLines(work, beginning, _lines(beginning, asked))
         async with end_on_disconnect(request, work):
             begun = await self._begin(asked, backend, work, kind)
-            replies = [await read_whole_completion(one, asked.stop) for one in begun.generations]
+            replies = [await read_whole_completion(one, asked.stop) for one in begun.replies]
         return JSONResponse(begun.shape.whole(replies))
 
     async def _begin(
         self, asked: CompletionRequest, backend: Backend, work: Work, kind: type[Shape]
-    ) -> _Begun:
+    ) -> Begun[Generation, Shape]:
         rendered = await self._worker.in_thread(backend.render_completion, asked)
         for prompt in rendered.prompts:
             if len(prompt.tokens) >= backend.n_ctx:
@@ -95,20 +86,22 @@ class CompletionApi:
         generations = work.submit([*zip(rendered.prompts, rendered.params, strict=True)])
         shape = kind(self._model_name, asked, rendered)
         first = await generations[0].next(FIRST_EVENT_S) if asked.stream else None
-        return _Begun(generations, shape, first)
+        return Begun(generations, shape, first)
 
 
 def _n_letters(text: MixedText) -> int:
     return sum(len(part) for part in text if isinstance(part, str))
 
 
-async def _lines(beginning: asyncio.Task[_Begun], asked: CompletionRequest) -> AsyncIterator[bytes]:
+async def _lines(
+    beginning: asyncio.Task[Begun[Generation, Shape]], asked: CompletionRequest
+) -> AsyncIterator[bytes]:
     try:
         async for comment in comments_until(beginning):
             yield comment
         begun = beginning.result()
         first, shape = begun.first, begun.shape
-        for index, generation in enumerate(begun.generations):
+        for index, generation in enumerate(begun.replies):
             async for item in read_completion(generation, asked.stop, first=first):
                 if isinstance(item, Tick):
                     yield sse.COMMENT

@@ -12,16 +12,9 @@ from kvmem.chat.request import ChatRequest, RequestDefaults, parse_chat_request
 from kvmem.errors import ContextLengthError
 from kvmem.server.backend import Backend
 from kvmem.server.body import read_json
+from kvmem.server.event_stream import FIRST_EVENT_S, Begun, begin_stream, end_on_disconnect
 from kvmem.server.pace import Pace
-from kvmem.server.reply import (
-    FIRST_EVENT_S,
-    Begun,
-    Choice,
-    EventStream,
-    begin_stream,
-    end_on_disconnect,
-    read_whole,
-)
+from kvmem.server.reply import Choice, EventStream, read_whole
 from kvmem.server.sse import ReplyShape
 from kvmem.server.work import Work, check_n_replies
 from kvmem.server.worker import EngineWorker
@@ -98,10 +91,12 @@ class Api:
             return EventStream(work, beginning)
         async with end_on_disconnect(request, work):
             begun = await self._begin(asked, backend, work)
-            replies = [await read_whole(one.generation, one.reader) for one in begun.choices]
+            replies = [await read_whole(one.generation, one.reader) for one in begun.replies]
         return JSONResponse(begun.shape.whole(replies))
 
-    async def _begin(self, asked: ChatRequest, backend: Backend, work: Work) -> Begun:
+    async def _begin(
+        self, asked: ChatRequest, backend: Backend, work: Work
+    ) -> Begun[Choice, ReplyShape]:
         rendered = await self._worker.in_thread(backend.render, asked, limit_tokens=backend.n_ctx)
         prompt = rendered.prompt
         again = replace(prompt, is_read_anew=False)  # the first reply has read it
