@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from kvmem.chat.contents import ContentFinder
 from kvmem.chat.render import ChatRenderer
 from kvmem.chat.request import parse_chat_request
 from kvmem.engine.prompt import Prompt
-from kvmem.llama.model import Model
 from kvmem.llama.template import ChatTemplate
 from kvmem.llama.vocab import Vocab
 
@@ -42,12 +40,6 @@ TEMPLATES = {
     "user first": USER_FIRST,
     "shortened": SHORTENED,
 }
-
-
-@pytest.fixture(scope="module")
-def vocab(tiny_llama: Path) -> Iterator[Vocab]:
-    with Model(tiny_llama) as model:
-        yield Vocab(model)
 
 
 class CountingTemplate:

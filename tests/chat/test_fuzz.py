@@ -1,9 +1,7 @@
 """Whatever a client sends is answered or refused by name; nothing dies."""
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from bodies import BODIES, some_of
 from hypothesis import HealthCheck, given, settings
 
@@ -13,14 +11,6 @@ from kvmem.engine.events import TokenEvent
 from kvmem.errors import RequestError
 from kvmem.llama.model import Model
 from kvmem.llama.sampler import Sampler
-from kvmem.llama.template import ChatTemplate
-from kvmem.llama.vocab import Vocab
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Model) -> Iterator[ChatRenderer]:
-    with ChatTemplate(model) as template:
-        yield ChatRenderer(template, Vocab(model))
 
 
 @settings(

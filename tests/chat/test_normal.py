@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from enum import Enum
 from functools import partial
 from itertools import permutations
@@ -25,8 +24,6 @@ from kvmem.chat.render import ChatRenderer
 from kvmem.chat.request import parse_chat_request
 from kvmem.llama.grammar import check_grammar, schema_grammar
 from kvmem.llama.model import Model
-from kvmem.llama.template import ChatTemplate
-from kvmem.llama.vocab import Vocab
 
 Json = dict[str, Any]
 
@@ -470,12 +467,6 @@ def test_any_schema_is_enforced_or_named(schema: Any, target: Any) -> None:
     for seed in range(8):
         text = grammar.text(seed, most=2)
         validator.validate(json.loads(text))
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Model) -> Iterator[ChatRenderer]:
-    with ChatTemplate(model) as template:
-        yield ChatRenderer(template, Vocab(model))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

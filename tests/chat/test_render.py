@@ -1,7 +1,5 @@
 """Prompt and spans, against llama.cpp's templates and a real byte-level tokenizer."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +23,6 @@ STRICT = (
     "{%- for m in messages %}{%- if m.content | length > 30 %}{{ raise_exception('long') }}"
     "{%- endif %}{{ m.content }};{%- endfor %}"
 )
-
-
-@pytest.fixture(scope="module")
-def vocab(tiny_llama: Path) -> Iterator[Vocab]:
-    with Model(tiny_llama) as model:
-        yield Vocab(model)
 
 
 def render(vocab: Vocab, source: str, messages: list[dict[str, Any]], **fields: Any) -> Prompt:

@@ -1,8 +1,7 @@
 """Tokens of a reply to thinking, content and calls: UTF-8, stop texts, ids, counts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,6 @@ from kvmem.chat.reply import (
 )
 from kvmem.chat.request import parse_chat_request
 from kvmem.engine.events import StopReason, TokenEvent
-from kvmem.llama.model import Model
-from kvmem.llama.template import ChatTemplate
-from kvmem.llama.vocab import Vocab
 
 LOOK = {
     "type": "function",
@@ -36,12 +32,6 @@ ASKED = {"messages": [{"role": "user", "content": "hi"}], "tools": [LOOK]}
 EMOJI = "🙂🚀😀🌍"
 TAGS = ThinkingTags(start="<think>", ends=("</think>",))
 OPEN = ThinkingTags(start="<think>", ends=("</think>",), is_open=True)
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_llama: Path) -> Iterator[ChatRenderer]:
-    with Model(tiny_llama) as model, ChatTemplate(model) as template:
-        yield ChatRenderer(template, Vocab(model))
 
 
 def reader_of(renderer: ChatRenderer, **fields: Any) -> ReplyReader:

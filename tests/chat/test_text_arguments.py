@@ -1,8 +1,6 @@
 """Arguments between tags: what the grammar lets a call say, read as the reply is read."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -18,17 +16,10 @@ from kvmem.chat.render import ChatRenderer, RenderedChat
 from kvmem.chat.request import parse_chat_request
 from kvmem.engine.events import TokenEvent
 from kvmem.llama.grammar import check_grammar
-from kvmem.llama.model import Model
 from kvmem.llama.template import ChatTemplate
 from kvmem.llama.vocab import Vocab
 
 Json = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def vocab(tiny_llama: Path) -> Iterator[Vocab]:
-    with Model(tiny_llama) as model:
-        yield Vocab(model)
 
 
 def function(name: str, parameters: Json, *, strict: bool = False) -> Json:

@@ -1,8 +1,6 @@
 """Who decides whether, how hard and how long a model thinks. docs/server-api.md has the table."""
 
-from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from kvmem.chat.render import ChatRenderer, RenderedChat
 from kvmem.chat.request import ChatRequest, RequestDefaults, parse_chat_request
 from kvmem.chat.thinking import EFFORTS, Thinking
 from kvmem.engine.sampling import SamplingParams
-from kvmem.llama.model import Model
 from kvmem.llama.template import ChatTemplate
 from kvmem.llama.vocab import Vocab
 
@@ -153,18 +150,6 @@ def test_what_is_no_switch_is_refused(fields: dict[str, Any], field: str) -> Non
 def test_the_efforts_that_there_are() -> None:
     for effort in EFFORTS:
         parse(reasoning_effort=effort)
-
-
-@pytest.fixture(scope="module")
-def vocab(tiny_llama: Path) -> Iterator[Vocab]:
-    with Model(tiny_llama) as model:
-        yield Vocab(model)
-
-
-@pytest.fixture(scope="module")
-def renderer(vocab: Vocab) -> Iterator[ChatRenderer]:
-    with ChatTemplate(vocab.model) as template:
-        yield ChatRenderer(template, vocab)
 
 
 THINKS, ANSWERS = "<think>\n", "<think>\n\n</think>\n\n"

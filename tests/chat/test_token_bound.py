@@ -1,6 +1,5 @@
 """What is refused by its bytes would be refused by its tokens."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,6 @@ from kvmem.chat.token_bound import TokenBound
 from kvmem.errors import ContextLengthError
 from kvmem.llama.model import Model
 from kvmem.llama.vocab import Vocab
-
-
-@pytest.fixture(scope="module")
-def vocab(tiny_llama: Path) -> Iterator[Vocab]:
-    with Model(tiny_llama) as model:
-        yield Vocab(model)
 
 
 def longest(vocab: Vocab) -> str:
