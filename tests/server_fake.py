@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from kvmem.server.app import create_app
 from kvmem.server.routes import META
 
 WAIT_S = 10.0
+ENDLESS = [b"x"] * 10_000
 
 
 @dataclass
@@ -244,3 +245,27 @@ async def running(app: Starlette) -> AsyncIterator[Starlette]:
     """The application between start-up and shutdown."""
     async with app.router.lifespan_context(app):
         yield app
+
+
+def body(text: str = "one two", **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(2 * WAIT_S):
+            await test
+
+    asyncio.run(limited())
+
+
+async def ready(app: Any) -> None:
+    """The worker has loaded its backend: a request is served."""
+    while (call := Call(app, body(max_tokens=0))).status != 200:
+        await call.task
+        if call.status == 200:
+            return
+
+
+def arrived(backend: FakeBackend, n: int) -> Callable[[], bool]:
+    return lambda: len(backend.requests) == n

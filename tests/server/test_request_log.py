@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 from engines import log_records
-from server_fake import WAIT_S, Call, FakeBackend, Script, acquire, app_of, running, until
+from server_fake import (
+    WAIT_S,
+    Call,
+    FakeBackend,
+    Script,
+    acquire,
+    app_of,
+    ready,
+    run,
+    running,
+    until,
+)
 from starlette.testclient import TestClient
 
 from kvmem.config import ServerConfig
@@ -169,21 +180,6 @@ def test_while_the_model_loads_and_once_it_cannot_be() -> None:
         until(lambda: client.get("/health").status_code == 500)
         client.post(CHAT, json=BODY)
     assert [line["end"] for line in lines_of(records)] == ["503", "500"]
-
-
-def run(test: Any) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(2 * WAIT_S):
-            await test
-
-    asyncio.run(limited())
-
-
-async def ready(app: Any) -> None:
-    while (call := Call(app, {**BODY, "max_tokens": 0})).status != 200:
-        await call.task
-        if call.status == 200:
-            return
 
 
 @pytest.mark.parametrize("stream", [False, True])

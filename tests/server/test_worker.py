@@ -1,48 +1,34 @@
-"""Order, cancel and shutdown: what happens while several clients come and go."""
+"""Order, signs of life and shutdown: what happens while several clients wait."""
 
 import asyncio
-import json
-import logging
 import threading
-from collections.abc import Callable, Coroutine
-from time import monotonic
 from typing import Any
 
 import pytest
-from anyio.to_thread import current_default_thread_limiter
-from engines import log_records
-from server_fake import WAIT_S, Call, FakeBackend, Script, acquire, app_of, running, until
+from server_fake import (
+    ENDLESS,
+    WAIT_S,
+    Call,
+    FakeBackend,
+    Script,
+    acquire,
+    app_of,
+    arrived,
+    body,
+    ready,
+    run,
+    running,
+    until,
+)
 from starlette.testclient import TestClient
 
 from kvmem.config import ServerConfig
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams
-from kvmem.errors import ContextLengthError, EngineError
+from kvmem.errors import EngineError
 from kvmem.server.app import create_app
 from kvmem.server.fair_queue import FairQueue
 from kvmem.server.worker import EngineWorker
-
-ENDLESS = [b"x"] * 10_000
-
-
-def body(text: str = "one two", **fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}], **fields}
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(2 * WAIT_S):
-            await test
-
-    asyncio.run(limited())
-
-
-async def ready(app: Any) -> None:
-    """The worker has loaded its backend: a request is served."""
-    while (call := Call(app, body(max_tokens=0))).status != 200:
-        await call.task
-        if call.status == 200:
-            return
 
 
 def test_headers_and_comments_come_before_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,108 +47,6 @@ def test_headers_and_comments_come_before_the_first_token(monkeypatch: pytest.Mo
             assert call.body.endswith(b"data: [DONE]\n\n")
 
     run(test())
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("hold_at", [0, 3])
-def test_hanging_up_ends_reading_and_decoding(hold_at: int, stream: bool) -> None:
-    """The script waits at a token until it is cancelled: without a cancel the test times out."""
-    backend = FakeBackend(Script(), Script(ENDLESS, hold_at=hold_at), Script())
-
-    async def test() -> None:
-        async with running(app_of(backend)) as app:
-            await ready(app)
-            call = Call(app, body(stream=stream))
-            await asyncio.to_thread(acquire, backend.holding)
-            call.hang_up()
-            await asyncio.to_thread(until, lambda: len(backend.ends) == 2)
-            assert backend.ends[1] == "cancelled"
-            await call.task
-            after = Call(app, body())
-            await after.task
-            assert b"Hello world" in after.body
-
-    run(test())
-
-
-def test_a_client_that_stops_reading_does_not_hold_up_others(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("kvmem.server.event_stream.STALLED_S", 0.05)
-    monkeypatch.setattr("kvmem.server.event_stream.SILENCE_S", 0.01)
-    monkeypatch.setattr(logging.getLogger("kvmem"), "propagate", True)
-    backend = FakeBackend(Script(), Script(ENDLESS, hold_at=5), Script())
-
-    async def test() -> None:
-        async with running(app_of(backend)) as app:
-            await ready(app)
-            stalled = Call(app, body(stream=True))
-            await stalled.until(lambda: bool(stalled.body))
-            stalled.reads.clear()
-            other = Call(app, body())
-            await asyncio.gather(stalled.task, other.task)
-            assert backend.ends[-2:] == ["cancelled", "stop"]
-            assert other.status == 200
-            assert "left unread" in caplog.text
-
-    run(test())
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_hanging_up_while_queued_means_never_running(stream: bool) -> None:
-    first = Script(hold_at=0)
-    backend = FakeBackend(Script(), first, Script())
-
-    async def test() -> None:
-        async with running(app_of(backend)) as app:
-            await ready(app)
-            running_call = Call(app, body())
-            await asyncio.to_thread(acquire, backend.holding)
-            queued = Call(app, body("two", stream=stream))
-            await asyncio.to_thread(until, lambda: len(backend.requests) == 3)
-            queued.hang_up()
-            await queued.task
-            first.release.set()
-            await running_call.task
-            last = Call(app, body("three"))
-            await last.task
-            assert last.status == 200
-            assert len(backend.params) == 3  # warm-up, first, last
-
-    run(test())
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_who_hangs_up_leaves_the_queue_while_another_still_runs(stream: bool) -> None:
-    gate = Script(hold_at=0)
-    backend = FakeBackend(Script(), gate, Script())
-
-    async def test() -> None:
-        app = app_of(backend)
-        async with running(app) as served:
-            await ready(served)
-            first = Call(served, body("one"))
-            await asyncio.to_thread(acquire, backend.holding)
-            queued = Call(served, body("two words", stream=stream))
-            await asyncio.to_thread(until, lambda: len(backend.requests) == 3)
-            client = TestClient(app)  # without a start of its own
-
-            def is_waiting(n: int) -> bool:
-                return bool(client.get("/slots").json()[0]["kvmem"]["n_waiting"] == n)
-
-            await asyncio.to_thread(until, lambda: is_waiting(1))
-            queued.hang_up()
-            await queued.task
-            await asyncio.to_thread(until, lambda: is_waiting(0))
-            assert not first.task.done()
-            gate.release.set()
-            await first.task
-
-    run(test())
-
-
-def arrived(backend: FakeBackend, n: int) -> Callable[[], bool]:
-    return lambda: len(backend.requests) == n
 
 
 def test_requests_run_one_at_a_time_in_their_order() -> None:
@@ -388,142 +272,3 @@ def test_a_start_that_cannot_be_announced_is_a_failure() -> None:
         assert client.post("/v1/chat/completions", json=body()).status_code == 500
         assert client.get("/health").status_code == 500
     assert backend.closed
-
-
-class SlowBackend(FakeBackend):
-    """Renders when it is told to."""
-
-    def __init__(self, *scripts: Script, error: Exception | None = None) -> None:
-        super().__init__(*scripts)
-        self.is_slow = False
-        self.may_render = threading.Event()
-        self.error = error
-
-    def _wait(self) -> None:
-        if self.is_slow:
-            assert self.may_render.wait(WAIT_S)
-            if self.error is not None:
-                raise self.error
-
-    def render(self, request: Any, *, limit_tokens: int | None = None) -> Any:
-        rendered = super().render(request, limit_tokens=limit_tokens)
-        self._wait()
-        return rendered
-
-    def render_completion(self, request: Any) -> Any:
-        self._wait()
-        return super().render_completion(request)
-
-
-PATHS = ("/v1/chat/completions", "/completion")
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_stream_begins_while_its_prompt_is_rendered(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvmem.server.event_stream.SILENCE_S", 0.01)
-    backend = SlowBackend()
-
-    async def test() -> None:
-        async with running(app_of(backend)) as app:
-            await ready(app)
-            backend.is_slow = True
-            began = monotonic()
-            call = Call(app, body(prompt="x", stream=True), path=path)
-            await call.until(lambda: call.body.count(b":\n\n") >= 3)
-            assert monotonic() - began < 1.5, "0.7 s, and what the machine adds"
-            assert (call.status, len(backend.params)) == (200, 1)
-            assert b"data:" not in call.body
-            backend.may_render.set()
-            await call.task
-            assert b"Hello" in call.body and b"error" not in call.body
-
-    run(test())
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_what_is_wrong_with_a_prompt_that_takes_long_ends_its_stream(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvmem.server.event_stream.HEADERS_S", 0.01)
-    backend = SlowBackend(error=ContextLengthError(70, 64))
-
-    async def test() -> None:
-        async with running(app_of(backend)) as app:
-            await ready(app)
-            backend.is_slow = True
-            with log_records("kvmem.server.request") as records:
-                call = Call(app, body(prompt="x", stream=True), path=path)
-                await call.until(lambda: bool(call.body))
-                backend.may_render.set()
-                await call.task
-            *_, last = call.body.decode().split("\n\n")[:-1]
-            error = json.loads(last.removeprefix("data: "))["error"]
-            assert (error["code"], error["type"]) == (400, "exceed_context_size_error")
-            assert (error["n_prompt_tokens"], error["n_ctx"]) == (70, 64)
-            assert [record.__dict__["fields"]["end"] for record in records] == ["400"]
-
-    run(test())
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("stream", [False, True])
-def test_who_hangs_up_while_the_prompt_is_rendered_is_never_queued(
-    path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvmem.server.event_stream.HEADERS_S", 0.01)
-    backend = SlowBackend()
-
-    async def test() -> None:
-        async with running(app_of(backend)) as app:
-            await ready(app)
-            backend.is_slow = True
-            with log_records("kvmem.server.request") as records:
-                call = Call(app, body(prompt="x", stream=stream), path=path)
-                if stream:
-                    await call.until(lambda: bool(call.body))
-                call.hang_up()
-                await asyncio.sleep(0.05)
-                assert not call.task.done(), "what it renders with must stay open"
-                backend.may_render.set()
-                await call.task
-            assert len(backend.params) == 1
-            assert [record.__dict__["fields"]["end"] for record in records] == ["left"]
-
-    run(test())
-
-
-def test_a_stop_waits_for_no_thread_that_renders_or_is_waited_for() -> None:
-    backend = SlowBackend()
-
-    async def test() -> None:
-        async with running(app_of(backend)) as app:
-            await ready(app)
-            threads = current_default_thread_limiter()
-            threads.total_tokens = 1
-            backend.is_slow = True
-            calls = [Call(app, body(prompt="x")) for _ in range(2)]
-            while len(backend.requests) < 2:  # one was made to be ready
-                await asyncio.sleep(0.01)
-            app.state.halt()
-            for call in calls:
-                await call.task
-                assert call.status == 503
-        assert app.state.is_in_use()
-        backend.may_render.set()
-        while threads.borrowed_tokens or threads.statistics().tasks_waiting:
-            await asyncio.sleep(0.01)
-
-    run(test())
-    assert len(backend.requests) == 2, "the second call is not rendered any more"
-    assert not backend.closed, "the process ends with it"
-
-
-def test_several_replies_are_rendered_once() -> None:
-    backend = FakeBackend()
-    with TestClient(app_of(backend)) as client:
-        until(lambda: client.get("/health").status_code == 200)
-        for stream in (False, True):
-            assert client.post(PATHS[0], json=body(n=5, stream=stream)).status_code == 200
-    assert (len(backend.requests), len(backend.params)) == (2, 10)
