@@ -88,15 +88,14 @@ def ask_all(
             Engine(_config(conversation["n_tokens"], setting, {**fields, **memory}))
         )
         template = opened.enter_context(ChatTemplate(engine.model))
-        asker = _Asker(
-            engine.session(), ChatRenderer(template, engine.vocab), engine.vocab, setting
-        )
+        renderer = ChatRenderer(template, engine.vocab)
+        asker = _Asker(conversation, engine.session(), renderer, engine.vocab, setting)
         if setting.together:
-            outcome.answers += asker.ask_together(conversation)
+            outcome.answers += asker.ask_together()
         elif setting.chain is None:
-            outcome.answers += asker.ask_plainly(conversation)
+            outcome.answers += asker.ask_plainly()
         else:
-            outcome.answers += asker.ask_in_chains(conversation, setting.chain)
+            outcome.answers += asker.ask_in_chains(setting.chain)
         asker.session.close()
     outcome.seconds += time.perf_counter() - started
 
@@ -127,35 +126,44 @@ def _config(n_tokens: int, setting: Setting, fields: dict[str, Any]) -> EngineCo
 
 
 @dataclass(frozen=True, slots=True)
-class _Asker:
-    """Asks one session, under one setting."""
+class _Question:
+    """What is asked, and the answer that counts.
 
+    spans: of what it takes to know it. before: the decisions of the steps in front of it.
+    """
+
+    number: int
+    kind: str
+    text: str
+    expected: str
+    spans: Sequence[Span]
+    where: str = ""
+    before: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Asker:
+    """Asks about one conversation in one session, under one setting."""
+
+    conversation: dict[str, Any]
     session: Session
     renderer: ChatRenderer
     vocab: Vocab
     setting: Setting
 
-    def ask_plainly(self, conversation: dict[str, Any]) -> Iterator[Answer]:
-        for number, question in enumerate(conversation["questions"]):
-            asked = {"role": "user", "content": question["text"]}
-            prompt = self._render([*conversation["messages"], asked])
-            spans = [Span(*span) for span in question["spans"]]
-            said, done, scores = self._generate(prompt, spans, max_tokens=64)
-            yield self._answer(
-                conversation,
-                spans,
-                done,
-                scores,
-                number=number,
-                kind=question["kind"],
-                text=question["text"],
-                expected=question["answer"],
-                said=said,
-            )
+    def ask_plainly(self) -> Iterator[Answer]:
+        for number, asked in enumerate(self.conversation["questions"]):
+            text = asked["text"]
+            spans = [Span(*span) for span in asked["spans"]]
+            question = _Question(number, asked["kind"], text, asked["answer"], spans)
+            message = {"role": "user", "content": text}
+            prompt = self._render([*self.conversation["messages"], message])
+            yield self._ask(prompt, question, max_tokens=64)
 
-    def ask_in_chains(self, conversation: dict[str, Any], n_lines: int) -> Iterator[Answer]:
-        for chain in write_chains(conversation, n_lines):
-            messages = [*conversation["messages"], {"role": "user", "content": chain.question}]
+    def ask_in_chains(self, n_lines: int) -> Iterator[Answer]:
+        for chain in write_chains(self.conversation, n_lines):
+            asked = {"role": "user", "content": chain.question}
+            messages = [*self.conversation["messages"], asked]
             before = []
             for step in chain.steps:
                 if not self.setting.at_once:
@@ -169,51 +177,64 @@ class _Asker:
             spans = [Span(*span) for span in chain.spans]
             if chain.told:
                 spans.append(self._find(prompt, chain.told))
-            opening = self.vocab.tokenize(chain.opening)
-            prompt = replace(prompt, tokens=(*prompt.tokens, *opening))
-            n_rest = len(self.vocab.tokenize(chain.rest))
-            said, done, scores = self._generate(prompt, spans, max_tokens=n_rest)
-            yield self._answer(
-                conversation,
-                spans,
-                done,
-                scores,
+            question = _Question(
                 number=chain.number,
                 kind=chain.kind,
-                where=chain.where,
                 text=chain.question,
                 expected=chain.rest,
-                said=said,
+                spans=spans,
+                where=chain.where,
                 before=tuple(before),
             )
+            opening = self.vocab.tokenize(chain.opening)
+            prompt = replace(prompt, tokens=(*prompt.tokens, *opening))
+            yield self._ask(prompt, question, max_tokens=len(self.vocab.tokenize(chain.rest)))
 
-    def ask_together(self, conversation: dict[str, Any]) -> Iterator[Answer]:
+    def ask_together(self) -> Iterator[Answer]:
         """All that was told, in one message; how each sentence of the reply begins is given."""
-        questions = [q for q in conversation["questions"] if q["kind"] != "none"]
-        asked = {"role": "user", "content": " ".join(q["text"] for q in questions)}
-        prompt = self._render([*conversation["messages"], asked])
+        told_ones = [q for q in self.conversation["questions"] if q["kind"] != "none"]
+        asked = {"role": "user", "content": " ".join(q["text"] for q in told_ones)}
+        prompt = self._render([*self.conversation["messages"], asked])
         self._generate(prompt, [], max_tokens=1)
         reply = ""
-        for number, question in enumerate(questions):
-            opening, rest = split_answer(question)
+        for number, one in enumerate(told_ones):
+            opening, rest = split_answer(one)
             reply += opening
-            tokens = (*prompt.tokens, *self.vocab.tokenize(reply))
-            spans = [Span(*question["spans"][0])]
-            said, done, scores = self._generate(
-                replace(prompt, tokens=tokens), spans, max_tokens=len(self.vocab.tokenize(rest))
-            )
-            reply += f"{said} "
-            yield self._answer(
-                conversation,
-                spans,
-                done,
-                scores,
-                number=number,
-                kind=question["kind"],
-                text=question["text"],
-                expected=rest,
-                said=said,
-            )
+            begun = replace(prompt, tokens=(*prompt.tokens, *self.vocab.tokenize(reply)))
+            spans = [Span(*one["spans"][0])]
+            question = _Question(number, one["kind"], one["text"], rest, spans)
+            answer = self._ask(begun, question, max_tokens=len(self.vocab.tokenize(rest)))
+            reply += f"{answer.said} "
+            yield answer
+
+    def _ask(self, prompt: Prompt, question: _Question, *, max_tokens: int) -> Answer:
+        spans, block = question.spans, self.setting.block_tokens
+        said, done, scores = self._generate(prompt, spans, max_tokens=max_tokens)
+        report = done.stats.memory
+        gold = self._blocks(spans)
+        rank = None
+        if scores and any(b < len(scores[-1].blocks) for b in gold):
+            rank = int(metrics.gold_rank(scores[-1].blocks, spans, block))
+        return Answer(
+            conversation=self.conversation["id"],
+            tokens=self.conversation["target_tokens"],
+            number=question.number,
+            kind=question.kind,
+            where=question.where,
+            text=question.text,
+            expected=question.expected,
+            said=said,
+            gold=len(gold),
+            seen=len(set(gold) & set(report.blocks)),
+            recall=metrics.gold_recall(report.blocks, spans, block) if spans else 1.0,
+            rank=rank,
+            decision=report.decision,
+            before=question.before,
+            replayed_tokens=report.replayed_tokens,
+            bytes_in=report.bytes_in,
+            drafted=done.stats.draft_n,
+            accepted=done.stats.draft_n_accepted,
+        )
 
     def _render(self, messages: list[dict[str, str]]) -> Prompt:
         return self.renderer.render(parse_chat_request({"messages": messages})).prompt
@@ -246,47 +267,6 @@ class _Asker:
         block = self.setting.block_tokens
         return sorted(
             {i for span in spans for i in range(span.start // block, -(-span.stop // block))}
-        )
-
-    def _answer(
-        self,
-        conversation: dict[str, Any],
-        spans: Sequence[Span],
-        done: Done,
-        scores: Sequence[Scores],
-        *,
-        number: int,
-        kind: str,
-        text: str,
-        expected: str,
-        said: str,
-        where: str = "",
-        before: tuple[str, ...] = (),
-    ) -> Answer:
-        report = done.stats.memory
-        gold, block = self._blocks(spans), self.setting.block_tokens
-        rank = None
-        if scores and any(b < len(scores[-1].blocks) for b in gold):
-            rank = int(metrics.gold_rank(scores[-1].blocks, spans, block))
-        return Answer(
-            conversation=conversation["id"],
-            tokens=conversation["target_tokens"],
-            number=number,
-            kind=kind,
-            where=where,
-            text=text,
-            expected=expected,
-            said=said,
-            gold=len(gold),
-            seen=len(set(gold) & set(report.blocks)),
-            recall=metrics.gold_recall(report.blocks, spans, block) if spans else 1.0,
-            rank=rank,
-            decision=report.decision,
-            before=before,
-            replayed_tokens=report.replayed_tokens,
-            bytes_in=report.bytes_in,
-            drafted=done.stats.draft_n,
-            accepted=done.stats.draft_n_accepted,
         )
 
 
