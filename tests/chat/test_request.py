@@ -194,6 +194,11 @@ def test_unknown_fields_and_hints_are_ignored() -> None:
             "tools[0].function.name",
             "tools[0].function.name must be given",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
+            "messages[0].content[0].type",
+            "messages[0].content[0].type must be given",
+        ),
         ({"tool_choice": "perhaps"}, "tool_choice", 'tool_choice must be "auto", "none", '
          '"required" or a function'),
     ],
@@ -220,3 +225,12 @@ def test_a_body_that_is_no_object() -> None:
 def test_what_is_not_built_yet_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedContentError):
         parse(**fields)
+
+
+def test_a_part_of_an_unknown_type_is_named_by_one_path() -> None:
+    message = {"role": "user", "content": ["x", {"type": "image_url", "image_url": {}}]}
+    with pytest.raises(UnsupportedContentError) as caught:
+        parse(messages=[message])
+    assert str(caught.value) == (
+        "messages[0].content[1] has the type 'image_url'; only text can be read"
+    )

@@ -128,7 +128,9 @@ def _read_part(part: object, path: str) -> str:
     if not isinstance(part, dict):
         raise FieldError(path, "must be an object")
     kind = read_text(part, "type", path=f"{path}.")
-    name = TEXT_PARTS.get(kind or "")
+    if kind is None:
+        raise FieldError(f"{path}.type", "must be given")
+    name = TEXT_PARTS.get(kind)
     if name is None:
         raise UnsupportedContentError(f"{path} has the type {kind!r}; only text can be read")
     text = read_text(part, name, path=f"{path}.")
