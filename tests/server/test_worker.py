@@ -31,14 +31,17 @@ from kvmem.server.fair_queue import FairQueue
 from kvmem.server.worker import EngineWorker
 
 
-def test_headers_and_comments_come_before_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_headers_and_comments_come_before_the_first_token(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvmem.server.event_stream.SILENCE_S", 0.01)
     script = Script(hold_at=0)
 
     async def test() -> None:
         async with running(app_of(FakeBackend(Script(), script))) as app:
             await ready(app)
-            call = Call(app, body(stream=True))
+            call = Call(app, body(prompt="x", stream=True), path=path)
             await call.until(lambda: call.body.count(b":\n\n") >= 2 * WAIT_S)
             assert call.status == 200
             assert b"data:" not in call.body
