@@ -23,7 +23,7 @@ class MemoryDriver:
         block_tokens: int = 4,
         budget_blocks: int = 3,
         reserve_blocks: int = 2,
-        slack_blocks: int = 1,
+        slack_blocks: int = 0,
         n_records: int = 300,
         ordered: bool = False,
     ) -> None:
@@ -43,10 +43,10 @@ class MemoryDriver:
         self.twin = HistoryTwin(block_tokens, ROW_BYTES)
 
     def decode(
-        self, n_tokens: int, *, n_accepted: int | None = None, reply: bool = False, drafts: int = 0
+        self, n_tokens: int, *, n_accepted: int | None = None, reply: bool = False
     ) -> list[int]:
         """One decode call whose first n_accepted tokens stay; returns the cells of all."""
-        cells: list[int] = self.ws.prepare(n_tokens, reply=reply, drafts=drafts).tolist()
+        cells: list[int] = self.ws.prepare(n_tokens, reply=reply).tolist()
         tokens = self.random.integers(0, 1000, n_tokens, dtype=np.int32)
         pos = self.random.integers(0, 1000, (n_tokens, 4), dtype=np.int32)
         rows = self.random.integers(0, 256, (n_tokens, sum(ROW_BYTES)), dtype=np.uint8)

@@ -48,7 +48,7 @@ def filled(
     ):  # fmt: skip
         working_set = WorkingSet(
             LlamaPort(context), block_tokens=BLOCK, budget_blocks=4, reserve_blocks=1,
-            budget=HostBudget(1 << 26), ordered=ordered,
+            slack_blocks=1, budget=HostBudget(1 << 26), ordered=ordered,
         )  # fmt: skip
         contents = []
         for block in range(N_BLOCKS):

@@ -40,25 +40,18 @@ def test_regions_are_counted() -> None:
     residency = Residency(2, 2, 1)
     seen = []
     for block in range(6):
-        seen.append(
-            (
-                residency.n_free_slots(),
-                residency.n_free_slots(reply=True),
-                residency.n_free_slots(reply=True, drafts=True),
-            )
-        )
+        seen.append((residency.n_free_slots(), residency.n_free_slots(reply=True)))
         if block < 5:
             residency.put(block)
-    assert seen == [(2, 4, 5), (1, 3, 4), (0, 2, 3), (0, 1, 2), (0, 0, 1), (0, 0, 0)]
+    assert seen == [(2, 4), (1, 3), (0, 2), (0, 1), (0, 0), (0, 0)]
 
 
-def test_a_draft_in_the_slack_uses_up_the_reserve() -> None:
+def test_a_block_in_the_slack_uses_up_the_reserve() -> None:
     residency = Residency(1, 1, 1)
     for block in range(3):
         residency.put(block)
     residency.drop(0)
     assert residency.n_free_slots(reply=True) == 0, "two are left, as many as budget and reserve"
-    assert residency.n_free_slots(reply=True, drafts=True) == 1
 
 
 def test_wrong_sizes_and_slots_are_refused() -> None:

@@ -13,10 +13,12 @@ from kvmem.errors import TransferError
 def story(*, ordered: bool = False) -> MemoryDriver:
     """2 to 7 are resident, 7 is open; only 0 and 1 have a copy.
 
-    slot   0  1  2  3 | 4  5  . | .
+    slot   0  1  2  3 | 4  5  .  .
     block  4  5  2  3 | 6  7
     """
-    driver = MemoryDriver(budget_blocks=4, reserve_blocks=3, slack_blocks=1, ordered=ordered)
+    driver = MemoryDriver(
+        budget_blocks=4, reserve_blocks=4, slack_blocks=int(ordered), ordered=ordered
+    )
     driver.read(16)
     driver.ws.evict([0, 1])
     driver.read(8)
@@ -26,10 +28,9 @@ def story(*, ordered: bool = False) -> MemoryDriver:
 
 
 def full_story() -> MemoryDriver:
-    """As before, but 7 and 8 are complete and a draft was accepted: block 9 sits in the slack."""
+    """As before, but 7 and 8 are complete, and block 9 sits in the last slot."""
     driver = story()
-    driver.decode(2 + 3, reply=True)
-    driver.decode(2, reply=True, drafts=1)
+    driver.decode(2 + 4 + 1, reply=True)
     assert len(driver.ws.resident()) == driver.ws.n_slots
     return driver
 
@@ -94,7 +95,7 @@ def test_evict() -> None:
 
 def test_make_room() -> None:
     def call(driver: MemoryDriver) -> object:
-        return driver.ws.make_room(4 * 3, reply_from_block=4)
+        return driver.ws.make_room(4 * 4, reply_from_block=4)
 
     assert count_failures(story, call) == 2
     driver = story()

@@ -15,7 +15,7 @@ from kvmem.kv.working_set import WorkingSet
 
 
 def test_room_counts_by_region() -> None:
-    driver = MemoryDriver(budget_blocks=3, reserve_blocks=2, slack_blocks=1)
+    driver = MemoryDriver(budget_blocks=3, reserve_blocks=2, slack_blocks=1, ordered=True)
     ws = driver.ws
     assert (ws.room(), ws.room(reply=True)) == (12, 20)
     driver.decode(6)
@@ -31,31 +31,14 @@ def test_room_counts_by_region() -> None:
     driver.check()
 
 
-def test_drafts_alone_use_the_slack_and_change_no_room() -> None:
-    driver = MemoryDriver(budget_blocks=2, reserve_blocks=1, slack_blocks=1)
-    driver.decode(8)
-    driver.decode(3, reply=True)
-    cells = driver.decode(5, reply=True, drafts=4, n_accepted=1)
-    assert cells == [11, 12, 13, 14, 15], "the slack"
-    assert driver.port.visible().tolist() == list(range(12)), "rejected drafts are gone"
-    assert driver.ws.resident().tolist() == [0, 1, 2]
-    with pytest.raises(CapacityError):
-        driver.ws.prepare(5, reply=True, drafts=4)
-    assert driver.ws.make_room(1, reply_from_block=0) == 1
-    driver.decode(3, reply=True)
-    driver.decode(2, reply=True, drafts=1)  # accepted: one block more than budget and reserve have
-    assert driver.ws.resident().tolist() == [1, 2, 3, 4]
-    assert driver.ws.room(reply=True) == 3
-    assert driver.ws.make_room(3, reply_from_block=0) == 0
-    assert driver.ws.make_room(4, reply_from_block=0) == 2, "one for the draft, one to come"
-    assert driver.ws.resident().tolist() == [3, 4]
-    driver.check()
-
-
-def test_a_rejected_draft_leaves_nothing_behind() -> None:
-    driver = MemoryDriver()
+def test_rejected_tokens_leave_nothing_behind() -> None:
+    driver = MemoryDriver(budget_blocks=2, reserve_blocks=1)
     driver.decode(3)
-    driver.decode(4, n_accepted=2, reply=True, drafts=3)
+    cells = driver.decode(9, n_accepted=2, reply=True)
+    assert cells == list(range(3, 12))
+    assert driver.port.visible().tolist() == list(range(5))
+    assert driver.ws.resident().tolist() == [0, 1]
+    assert driver.ws.room(reply=True) == 7
     assert driver.ws.n_tokens == 5
     assert driver.ws.n_cells_used == 5
     assert driver.ws.highest_used_cell == 4
@@ -131,8 +114,6 @@ def test_wrong_arguments_are_named() -> None:
     ws = driver.ws
     wrong: list[tuple[Callable[[], object], str]] = [
         (lambda: ws.prepare(0), "n_tokens is 0"),
-        (lambda: ws.prepare(2, drafts=1), "1 drafts in 2 tokens of a prompt"),
-        (lambda: ws.prepare(2, reply=True, drafts=3), "3 drafts"),
         (lambda: ws.read(3), r"block 3 is not in 0\.\.2"),
         (lambda: ws.slot_of(-1), "block -1"),
         (lambda: ws.has_copy(3), "block 3"),
@@ -178,12 +159,13 @@ def test_sizes_break_rules_by_name() -> None:
         ("budget_blocks", 1),
         ("reserve_blocks", 0),
         ("slack_blocks", -1),
-        ("budget_blocks", 3),
+        ("slack_blocks", 2),
+        ("budget_blocks", 4),
     ):
         with pytest.raises(ConfigError, match=setting):
             WorkingSet(port, budget=HostBudget(1), **(good | {setting: value}))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="slack_blocks"):
-        WorkingSet(port, budget=HostBudget(1), slack_blocks=0, ordered=True, **good)
+        WorkingSet(port, budget=HostBudget(1), ordered=True, **good)
 
 
 def test_sealing_waits_for_whole_blocks_and_happens_once() -> None:
@@ -285,10 +267,11 @@ def test_sealed_blocks_that_were_cut_are_not_reported() -> None:
 
 @pytest.mark.parametrize(("is_sealed", "n_sealed"), [(False, 1), (True, 0)])
 def test_what_is_forgotten_next_makes_way(is_sealed: bool, n_sealed: int) -> None:
-    driver = MemoryDriver(budget_blocks=2, reserve_blocks=1, slack_blocks=1)
+    driver = MemoryDriver(budget_blocks=2, reserve_blocks=2)
     driver.read(15)
     driver.ws.apply([0, 1, 3])
-    driver.decode(5, reply=True, drafts=4)  # 3 is complete, 4 sits in the slack
+    driver.decode(5, reply=True)  # 3 is complete, 4 sits in the last slot
+    assert len(driver.ws.resident()) == driver.ws.n_slots
     if is_sealed:
         driver.ws.seal()
     transfer = driver.ws.truncate(10)
@@ -303,7 +286,7 @@ def test_what_is_forgotten_next_makes_way(is_sealed: bool, n_sealed: int) -> Non
     ("kept", "leaves"), [([1, 2, 3], 1), ([0, 1, 2], 1), ([0, 2, 3], 2), ([0, 3], 3)]
 )
 def test_else_the_oldest_makes_way_and_the_sink_last(kept: list[int], leaves: int) -> None:
-    driver = MemoryDriver(budget_blocks=len(kept), reserve_blocks=1, slack_blocks=0)
+    driver = MemoryDriver(budget_blocks=len(kept), reserve_blocks=1)
     driver.read(22)
     driver.ws.apply([*kept, 5])
     assert len(driver.ws.resident()) == driver.ws.n_slots
@@ -341,7 +324,7 @@ def test_nothing_is_left_of_a_working_set() -> None:
 
 
 def test_ordered_applies_in_position_order() -> None:
-    driver = MemoryDriver(budget_blocks=4, ordered=True)
+    driver = MemoryDriver(budget_blocks=4, slack_blocks=1, ordered=True)
     driver.read(30)
     for selection in ([0, 3, 7], [1, 3, 5, 7], [0, 1, 5, 7], [7]):
         driver.ws.apply(selection)

@@ -28,7 +28,7 @@ class WorkingSetMachine(RuleBasedStateMachine):
         block_tokens=st.integers(1, 4),
         budget_blocks=st.integers(2, 4),
         reserve_blocks=st.integers(1, 3),
-        slack_blocks=st.integers(1, 2),
+        slack_blocks=st.integers(0, 2),
         spare_slots=st.integers(0, 1),
         ordered=st.booleans(),
         n_records=st.sampled_from([2, 6, 15, 60, 60, 60]),
@@ -48,7 +48,8 @@ class WorkingSetMachine(RuleBasedStateMachine):
         seed: int,
     ) -> None:
         self.random = np.random.default_rng(seed)
-        self.n_budget, self.n_reserve, self.n_slack = budget_blocks, reserve_blocks, slack_blocks
+        slack_blocks = max(slack_blocks, int(ordered))
+        self.n_budget, self.n_reserve = budget_blocks, reserve_blocks
         n_slots = budget_blocks + reserve_blocks + slack_blocks
         self.port = ArrayPort(n_slots + spare_slots, block_tokens, ROW_BYTES)
         self.budget = HostBudget(TABLE_BYTES + n_records * RECORD_BYTES)
@@ -101,24 +102,18 @@ class WorkingSetMachine(RuleBasedStateMachine):
 
     @rule(
         n_tokens=st.integers(1, 14),
-        n_drafts=st.integers(0, 3),
-        n_rejected=st.integers(0, 4),
+        n_rejected=st.integers(0, 3),
         reply=st.booleans(),
         ends=st.sampled_from(["commit"] * 6 + ["fails", "rollback"]),
     )
-    def decode(self, n_tokens: int, n_drafts: int, n_rejected: int, reply: bool, ends: str) -> None:
-        n_drafts = min(n_drafts, n_tokens - 1) if reply else 0
-        n_accepted = n_tokens - min(n_rejected, n_drafts)
+    def decode(self, n_tokens: int, n_rejected: int, reply: bool, ends: str) -> None:
+        n_accepted = n_tokens - (min(n_rejected, n_tokens - 1) if reply else 0)
         before = len(self.twin.tokens)
-        fits = self.n_new_blocks(n_tokens - n_drafts) <= max(0, self.n_free(reply)) and (
-            self.n_new_blocks(n_tokens)
-            <= max(0, self.n_free(reply) + (n_drafts > 0) * self.n_slack)
-        )
-        if not n_drafts:
-            assert fits == (n_tokens <= self.ws.room(reply))
+        fits = self.n_new_blocks(n_tokens) <= max(0, self.n_free(reply))
+        assert fits == (n_tokens <= self.ws.room(reply))
         tables_free = self.budget.free
         try:
-            cells = self.ws.prepare(n_tokens, reply=reply, drafts=n_drafts)
+            cells = self.ws.prepare(n_tokens, reply=reply)
         except CapacityError:
             assert not fits or tables_free < TABLE_BYTES
             return
@@ -156,7 +151,7 @@ class WorkingSetMachine(RuleBasedStateMachine):
             n = min(n_tokens, self.ws.room())
             if not n:
                 return
-            self.decode(n, 0, 0, False, "commit")
+            self.decode(n, 0, False, "commit")
             n_tokens -= n
 
     @rule(n_tokens=st.integers(1, 3), sure=st.integers(0, 9))

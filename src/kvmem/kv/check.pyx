@@ -111,8 +111,10 @@ def _check_budget(BlockTable table, HostStore store, HostBudget budget):
 def _check_tiers(BlockTable table, Residency residency, HostStore store, int n_pending):
     cdef BlockId block
     cdef SlotId slot
-    cdef int n_copies = 0
+    cdef int n_copies = 0, limit = residency.n_budget_slots + residency.n_reserve_slots
     cdef int n_blocks = (table.n_tokens + n_pending + table.block_tokens - 1) // table.block_tokens
+    _require(residency.n_used <= limit,
+             f"{residency.n_used} blocks are resident, but budget and reserve have {limit}")
     for slot in range(residency.n_slots):
         _require(residency.block_at(slot) < n_blocks,
                  f"slot {slot} holds block {residency.block_at(slot)}, but there are {n_blocks}")

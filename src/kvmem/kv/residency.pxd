@@ -24,4 +24,4 @@ cdef class Residency:
     cdef void release(self, BlockId block) noexcept nogil
     cdef int relocate(self, BlockId block, SlotId target) except -1
     cdef void reset(self) noexcept nogil
-    cdef int n_free(self, bint reply, bint drafts) noexcept nogil
+    cdef int n_free(self, bint reply) noexcept nogil

@@ -15,13 +15,11 @@ __all__ = ["Residency"]
 cdef class Residency:
     """Block <> slot, one to one. Free slots are taken lowest first.
 
-    The regions bound how many blocks are resident, counted from below:
+    Budget and reserve bound how many blocks are resident, wherever they sit; the slack is kept free
+    for ordered placement to shift blocks through:
 
         slot 0 ........ n_budget | ........ n_budget + n_reserve | ... n_slots
-             history             | one reply                     | drafts
-
-    A block in a region above its own (a draft that was accepted) uses up the count, not the place,
-    so drafts never change what leaves.
+             history             | one reply                     | slack
     """
 
     def __cinit__(self, int n_budget_slots, int n_reserve_slots=0, int n_slack_slots=0):
@@ -74,9 +72,9 @@ cdef class Residency:
         memcpy(&held[0], self._block_of_slot, self.n_slots * sizeof(BlockId))
         return np.asarray(held)
 
-    def n_free_slots(self, *, bint reply=False, bint drafts=False):
-        """Blocks that may still come: of the history, of a reply, of a reply with drafts."""
-        return self.n_free(reply, drafts)
+    def n_free_slots(self, *, bint reply=False):
+        """Blocks that may still come: of the history, of a reply."""
+        return self.n_free(reply)
 
     def check(self):
         """Raises AssertionError unless both directions agree, one to one."""
@@ -160,10 +158,8 @@ cdef class Residency:
             if self._block_of_slot[slot] != -1:
                 self.release(self._block_of_slot[slot])
 
-    cdef int n_free(self, bint reply, bint drafts) noexcept nogil:
+    cdef int n_free(self, bint reply) noexcept nogil:
         cdef int n = self.n_budget_slots - self.n_used
         if reply:
             n += self.n_reserve_slots
-        if drafts:
-            n += self.n_slack_slots
         return max(n, 0)

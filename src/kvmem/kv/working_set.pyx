@@ -20,7 +20,7 @@ cdef class WorkingSet:
     """The blocks whose cells attention sees, and the host copies of all the others.
 
     Blocks count against a region, wherever they sit: prefill may fill the budget, a reply the
-    reserve too, and only drafts the slack. The block of the last token is always resident.
+    reserve too. The block of the last token is always resident.
 
     Any method may raise StateError while tokens are prepared, save commit, rollback and clear.
     After TransferError or CapacityError every block is resident and right, or absent with a valid
@@ -31,7 +31,7 @@ cdef class WorkingSet:
         block_tokens: tokens of a block, as the port has it.
         budget_blocks: blocks of history, at least 2.
         reserve_blocks: blocks kept free for one reply.
-        slack_blocks: blocks for drafts alone.
+        slack_blocks: free slots that ordered placement shifts blocks through.
         budget: the host limit, shared with summaries and checkpoints.
         ordered: apply() puts blocks in position order, for comparisons bit by bit.
 
@@ -40,7 +40,7 @@ cdef class WorkingSet:
     """
 
     def __cinit__(self, DevicePort port not None, *, int block_tokens, int budget_blocks,
-                  int reserve_blocks, int slack_blocks=1, HostBudget budget not None,
+                  int reserve_blocks, int slack_blocks=0, HostBudget budget not None,
                   bint ordered=False):
         if block_tokens != port.block_tokens:
             raise ConfigError("block_tokens", block_tokens, f"the device's, {port.block_tokens}")
@@ -129,7 +129,7 @@ cdef class WorkingSet:
         Prefill (the default) may use what is free of the budget, a reply the reserve as well.
         """
         self._require_idle()
-        return self._open_rest() + self._residency.n_free(reply, False) * self.block_tokens
+        return self._open_rest() + self._residency.n_free(reply) * self.block_tokens
 
     def resident(self):
         """The resident blocks: int32 [n], ascending."""
@@ -175,11 +175,8 @@ cdef class WorkingSet:
 
     # a decode call
 
-    def prepare(self, int n_tokens, *, bint reply=False, int drafts=0):
+    def prepare(self, int n_tokens, *, bint reply=False):
         """Find cells for the next n_tokens and tell the device. commit() or rollback() must follow.
-
-        The last `drafts` of them may use the slack; they may not change what else happens, so only
-        a reply has them.
 
         Returns:
             int32 [n_tokens] cells, read-only, valid until the next prepare().
@@ -187,26 +184,22 @@ cdef class WorkingSet:
         Raises:
             CapacityError: no room for them; nothing changed.
         """
-        cdef long long n_firm, n_all
+        cdef long long n_new
         cdef int n_free, i, index
         cdef BlockId block
         self._require_idle()
         if n_tokens < 1:
             raise ValueError(f"n_tokens is {n_tokens}, but must be at least 1")
-        if not 0 <= drafts <= n_tokens or (drafts and not reply):
-            raise ValueError(f"{drafts} drafts in {n_tokens} tokens of a "
-                             + ("reply" if reply else "prompt"))
-        n_firm = self._n_new_blocks(n_tokens - drafts)
-        n_all = self._n_new_blocks(n_tokens)
-        n_free = self._residency.n_free(reply, False)
-        if n_firm > n_free or (n_all > n_free and n_all > self._residency.n_free(reply, True)):
+        n_new = self._n_new_blocks(n_tokens)
+        n_free = self._residency.n_free(reply)
+        if n_new > n_free:
             raise CapacityError(
-                f"{n_tokens} tokens ({drafts} drafts) do not fit: the open block takes "
-                f"{self._open_rest()} and {n_free} blocks of {self.block_tokens} are free for "
+                f"{n_tokens} tokens do not fit: the open block takes {self._open_rest()} and "
+                f"{n_free} blocks of {self.block_tokens} are free for "
                 f"{'a reply' if reply else 'prefill'}; evict blocks first or decode fewer tokens")
         self._table.grow(self._table.n_tokens + n_tokens)
-        self._residency.know(self._table.n_blocks + <int>n_all)
-        for block in range(self._table.n_blocks, self._table.n_blocks + <int>n_all):
+        self._residency.know(self._table.n_blocks + <int>n_new)
+        for block in range(self._table.n_blocks, self._table.n_blocks + <int>n_new):
             self._residency.assign(block, self._residency.lowest_free())
         for i in range(n_tokens):
             index = self._table.n_tokens + i
@@ -329,10 +322,8 @@ cdef class WorkingSet:
         self._require_idle()
         if n_tokens < 0 or reply_from_block < 0:
             raise ValueError(f"n_tokens={n_tokens}, reply_from_block={reply_from_block}")
-        # drafts may have used the slack, so this is not n_free(), which stops at 0
-        n_short = (self._n_new_blocks(n_tokens) + self._residency.n_used
-                   - self._residency.n_budget_slots - self._residency.n_reserve_slots)
-        if n_tokens <= self._open_rest() or n_short <= 0:
+        n_short = self._n_new_blocks(n_tokens) - self._residency.n_free(True)
+        if n_short <= 0:
             return 0
         for slot in range(self._residency.n_slots):
             block = self._residency.block_at(slot)
