@@ -171,12 +171,14 @@ def test_sizes_break_rules_by_name() -> None:
 def test_sealing_waits_for_whole_blocks_and_happens_once() -> None:
     driver = MemoryDriver()
     driver.decode(10)
-    assert driver.ws.seal() == [0, 1]
-    assert driver.ws.seal() == []
-    assert [driver.ws.has_copy(block) for block in range(3)] == [True, True, False]
+    for _ in range(2):
+        driver.ws.seal()
+        assert [driver.ws.has_copy(block) for block in range(3)] == [True, True, False]
+        assert driver.ws.counters.blocks_sealed == 2
     assert driver.ws.counters.bytes_out == 2 * driver.ws.payload_bytes
     driver.decode(2)
-    assert driver.ws.seal() == [2]
+    driver.ws.seal()
+    assert driver.ws.has_copy(2)
     driver.ws.evict([0, 1])
     assert driver.ws.counters.blocks_sealed == 3, "leaving costs no second copy"
     driver.check()
@@ -236,7 +238,9 @@ def test_truncating_in_a_block_opens_it_and_voids_its_copy() -> None:
     assert driver.ws.n_sealed == 1
     driver.check()
     driver.decode(2)  # other tokens than before
-    assert driver.ws.seal() == [1]
+    driver.ws.seal()
+    assert driver.ws.has_copy(1)
+    assert driver.ws.counters.blocks_sealed == 3 + 1
     driver.decode(1)
     driver.ws.evict([0, 1])
     driver.ws.apply([0, 1, 2])
@@ -252,16 +256,6 @@ def test_truncating_at_a_border_keeps_the_copy() -> None:
     driver.twin.cut(12)
     assert driver.ws.has_copy(2)
     assert driver.ws.is_resident(2), "it holds the last token"
-    driver.check()
-
-
-def test_sealed_blocks_that_were_cut_are_not_reported() -> None:
-    driver = MemoryDriver()
-    driver.decode(9)
-    driver.ws.evict([0, 1])
-    driver.ws.truncate(6)
-    driver.twin.cut(6)
-    assert driver.ws.seal() == [0]
     driver.check()
 
 
@@ -311,7 +305,8 @@ def test_clear_gives_everything_back() -> None:
     assert driver.port.visible().tolist() == []
     assert driver.ws.highest_used_cell == -1
     driver.read(13)
-    assert driver.ws.seal() == [0, 1, 2]
+    driver.ws.seal()
+    assert driver.ws.n_sealed == 3
     driver.check()
 
 
@@ -346,7 +341,8 @@ def test_provided_memory_is_what_the_next_seal_takes() -> None:
     driver.ws.provide()
     provided = driver.port.slab_bytes
     assert provided == 2 * RECORD_BYTES
-    assert driver.ws.seal() == [0, 1]
+    driver.ws.seal()
+    assert driver.ws.n_sealed == 2
     driver.ws.provide()
     assert driver.port.slab_bytes == provided, "the open block needs none"
     driver.ws.prepare(3)
@@ -367,5 +363,6 @@ def test_what_cannot_be_provided_changes_nothing() -> None:
     assert driver.port.slab_bytes == 0
     others.release()
     driver.ws.provide()
-    assert driver.ws.seal() == [0, 1]
+    driver.ws.seal()
+    assert driver.ws.n_sealed == 2
     driver.check()

@@ -67,7 +67,6 @@ class WorkingSetMachine(RuleBasedStateMachine):
         self.twin = HistoryTwin(block_tokens, ROW_BYTES)
         self.resident: set[int] = set()
         self.copies: set[int] = set()
-        self.unreported: set[int] = set()
         self.charged: list[Charge] = []
         self.read(n_tokens)
 
@@ -82,17 +81,12 @@ class WorkingSetMachine(RuleBasedStateMachine):
     def n_free(self, reply: bool) -> int:
         return self.n_budget + (self.n_reserve if reply else 0) - len(self.resident)
 
-    def seal_all(self, blocks: set[int]) -> None:
-        self.unreported |= blocks - self.copies
-        self.copies |= blocks
-
     def resync(self) -> None:
         """After a failed copy the twin takes over what is where; bytes and history it does not."""
         resident = {int(block) for block in self.ws.resident()}
         copies = {block for block in range(self.ws.n_blocks) if self.ws.has_copy(block)}
         assert self.copies <= copies
         assert self.ws.n_tokens == len(self.twin.tokens)
-        self.unreported |= copies - self.copies
         self.resident, self.copies = resident, copies
 
     def is_short_of_host(self, n_seals: int, free_bytes: int) -> bool:
@@ -146,7 +140,7 @@ class WorkingSetMachine(RuleBasedStateMachine):
                 except CapacityError:
                     assert self.is_short_of_host(n_seals, free_bytes)
                     return
-                self.seal_all(leaving)
+                self.copies |= leaving
                 self.resident -= leaving
             n = min(n_tokens, self.ws.room())
             if not n:
@@ -184,9 +178,10 @@ class WorkingSetMachine(RuleBasedStateMachine):
     def seal(self, fault: int) -> None:
         blocks = {b for b in range(self.twin.n_blocks) if self.twin.is_complete(b)}
         free_bytes, n_seals = self.budget.free, len(blocks - self.copies)
+        n_before = self.ws.counters.blocks_sealed
         self.port.fail(fault)
         try:
-            sealed = self.ws.seal()
+            self.ws.seal()
         except CapacityError:
             assert self.is_short_of_host(n_seals, free_bytes)
             return
@@ -195,10 +190,8 @@ class WorkingSetMachine(RuleBasedStateMachine):
             return
         finally:
             self.port.fail(0)
-        self.seal_all(blocks)
-        assert len(sealed) == len(set(sealed))
-        assert set(sealed) == self.unreported
-        self.unreported = set()
+        self.copies |= blocks
+        assert self.ws.counters.blocks_sealed == n_before + n_seals
 
     def some_blocks(self, seed: int, *, at_most: int) -> set[int]:
         """Drawn evenly: hypothesis alone hardly draws sets that differ from what is resident."""
@@ -231,7 +224,7 @@ class WorkingSetMachine(RuleBasedStateMachine):
             self.port.fail(0)
         assert last not in blocks
         assert n_left == len(leaving)
-        self.seal_all(leaving)
+        self.copies |= leaving
         self.resident -= leaving
 
     @precondition(lambda self: self.twin.tokens)
@@ -264,7 +257,7 @@ class WorkingSetMachine(RuleBasedStateMachine):
         assert transfer.n_kept == len(selection) - len(incoming)
         assert transfer.bytes_in == len(incoming) * self.ws.payload_bytes
         assert transfer.bytes_out == n_seals * self.ws.payload_bytes
-        self.seal_all(leaving)
+        self.copies |= leaving
         self.resident = set(selection)
         again = self.ws.apply(sorted(selection))
         assert (again.n_in, again.n_out, again.n_moved) == (0, 0, 0)
@@ -296,7 +289,7 @@ class WorkingSetMachine(RuleBasedStateMachine):
         finally:
             self.port.fail(0)
         assert n_left == n_leave
-        self.seal_all(leaving)
+        self.copies |= leaving
         self.resident -= leaving
         assert self.ws.room(reply=True) >= n_tokens
 
@@ -325,7 +318,6 @@ class WorkingSetMachine(RuleBasedStateMachine):
         self.twin.cut(n_tokens)
         complete = {b for b in range(self.twin.n_blocks) if self.twin.is_complete(b)}
         self.copies &= complete
-        self.unreported &= complete
         if was_resident:
             self.resident &= set(range(self.twin.n_blocks))
         else:
@@ -342,7 +334,7 @@ class WorkingSetMachine(RuleBasedStateMachine):
             self.ws.prepare(1)
         self.ws.clear()
         self.twin.cut(0)
-        self.resident, self.copies, self.unreported = set(), set(), set()
+        self.resident, self.copies = set(), set()
 
     @rule(n_bytes=st.integers(1, 3 * RECORD_BYTES), sure=st.integers(0, 4))
     def summaries_grow(self, n_bytes: int, sure: int) -> None:

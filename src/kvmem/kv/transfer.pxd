@@ -16,7 +16,6 @@ cdef class Stager:
     cdef HostStore _store
     cdef Residency _residency
     cdef BlockTable _table
-    cdef list _fresh                     # sealed and not yet reported, see take_fresh
     # one entry per slot: no call needs more
     cdef SlotId *_slots
     cdef unsigned char **_records
@@ -46,5 +45,3 @@ cdef class Stager:
     cdef bytes read(self, BlockId block)
     cdef BlockId _who_leaves_for(self, BlockId incoming) noexcept nogil
     cdef unsigned char *_copy_of(self, BlockId block) except NULL
-    cdef list take_fresh(self)
-    cdef int forget_fresh(self, BlockId first) except -1

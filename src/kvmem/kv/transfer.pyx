@@ -67,7 +67,6 @@ cdef class Stager:
         self._port = port
         self._residency = residency
         self.use(history)
-        self._fresh = []
         self._slots = <SlotId *>calloc(residency.n_slots, sizeof(SlotId))
         self._records = <unsigned char **>calloc(residency.n_slots, sizeof(unsigned char *))
         self._payloads = <unsigned char **>calloc(residency.n_slots, sizeof(unsigned char *))
@@ -137,7 +136,6 @@ cdef class Stager:
         """This history is on the device from now on."""
         self._table = history.table
         self._store = history.store
-        self._fresh = []
 
     cdef int n_cells_used(self) noexcept nogil:
         cdef SlotId slot
@@ -195,7 +193,6 @@ cdef class Stager:
             self._table.write_meta(blocks[i], self._store.meta(self._records[i]))
             self._store.name(self._records[i], blocks[i], self._table.version(blocks[i]),
                              self._table.block_tokens)
-            self._fresh.append(blocks[i])
         self.n_sealed += n
         return 0
 
@@ -267,7 +264,6 @@ cdef class Stager:
             last -= 1
         self._store.drop_from(last + 1)
         self._store.trim()
-        self.forget_fresh(last + 1)
         return 0
 
     cdef int bring(self, BlockId block) except -1:
@@ -466,14 +462,3 @@ cdef class Stager:
                       self._table.block_tokens * sizeof(CellMeta)) == 0:
                 return record
         raise TransferError(f"the host record of block {block} does not hold the block's tokens")
-
-    cdef list take_fresh(self):
-        """Blocks sealed since the last call, in order of sealing."""
-        fresh, self._fresh = self._fresh, []
-        return fresh
-
-    cdef int forget_fresh(self, BlockId first) except -1:
-        """Blocks from `first` on are not to be reported: their records are gone."""
-        if self._fresh:
-            self._fresh = [block for block in self._fresh if block < first]
-        return 0

@@ -254,12 +254,10 @@ cdef class WorkingSet:
     def seal(self):
         """Copy every complete block without a host copy to the host.
 
-        Returns a list of the blocks that were copied since the last call, by whatever method.
         Raises CapacityError, and copies none, if the host limit is reached.
         """
         self._require_idle()
         self._stager.seal_complete()
-        return self._stager.take_fresh()
 
     def evict(self, blocks):
         """Free the slots of these blocks; those without a host copy are sealed first.
@@ -369,7 +367,6 @@ cdef class WorkingSet:
         self._table.cut(0)
         self._store.drop_from(0)
         self._store.trim()
-        self._stager.forget_fresh(0)
 
     # several histories
 
