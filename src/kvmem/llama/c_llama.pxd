@@ -113,7 +113,6 @@ cdef extern from "llama.h" nogil:
     int32_t llama_vocab_n_tokens(const llama_vocab *vocab)
     bint llama_vocab_is_eog(const llama_vocab *vocab, llama_token token)
     bint llama_vocab_is_control(const llama_vocab *vocab, llama_token token)
-    bint llama_vocab_get_add_bos(const llama_vocab *vocab)
     bint llama_vocab_get_add_eos(const llama_vocab *vocab)
     llama_token llama_vocab_bos(const llama_vocab *vocab)
     llama_token llama_vocab_eos(const llama_vocab *vocab)

@@ -144,10 +144,6 @@ cdef class Vocab:
         return c.llama_vocab_type(self.get())
 
     @property
-    def adds_bos(self):
-        return c.llama_vocab_get_add_bos(self.get())
-
-    @property
     def adds_eos(self):
         return c.llama_vocab_get_add_eos(self.get())
 
