@@ -225,14 +225,17 @@ def choose_by(
     fourth of the free blocks are spread evenly, the others are the best. messages: their blocks.
     """
     name, _, part = choice.partition(":")
-    line = (n_blocks, budget_blocks, pins, sink_blocks, recent_blocks)
     if name != "best":
-        fixed = select(None, *line, order=())
+        newest = range(max(0, n_blocks - max(1, recent_blocks)), n_blocks)
+        n_fixed = len({*pins, *range(min(sink_blocks, n_blocks)), *newest})
+        n_held = min(n_fixed, budget_blocks)
+        fixed = select(np.zeros(n_blocks), n_blocks, n_held, pins, sink_blocks, recent_blocks)
     if name == "messages":
         values = np.full(n_blocks, -np.inf)
         values[: len(scores.blocks)] = scores.blocks[:n_blocks]
         order = whole_first(values, messages, fixed, budget_blocks)
-        return select(None, n_blocks, budget_blocks, fixed, 0, 0, order=order)
+        values[order] = np.arange(len(order), 0, -1)
+        return select(values, n_blocks, budget_blocks, fixed, 0, 0)
     if name == "spread":
         n_even = (budget_blocks - len(fixed)) // int(part)
         even = spread(np.setdiff1d(np.arange(n_blocks), fixed), n_even)

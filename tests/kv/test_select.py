@@ -1,4 +1,4 @@
-"""select and select_recent against their twin, and the promises one by one."""
+"""select against its twin, and the promises one by one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from oracles import select_twin
 from strategies import Choice, choices
 
 from kvmem.errors import CapacityError
-from kvmem.kv.select import block_ids, select, select_recent
+from kvmem.kv.select import block_ids, select
 
 
 def run(choice: Choice, budget_blocks: int | None = None) -> list[int] | None:
@@ -68,13 +68,6 @@ def test_ties_go_to_the_newer_block() -> None:
     assert select(np.array([1, 1, 2, 1, 0, 0.0]), 6, 3, sink_blocks=0).tolist() == [2, 3, 5]
 
 
-def test_order_replaces_scores() -> None:
-    assert select(None, 8, 4, sink_blocks=0, order=[2, 5, 1, 0]).tolist() == [1, 2, 5, 7]
-    assert select(None, 8, 6, sink_blocks=0, order=[2]).tolist() == [2, 7], (
-        "order may leave blocks out"
-    )
-
-
 def test_a_neighbour_comes_when_its_side_of_the_border_is_hot() -> None:
     scores = np.array([0, 0, 0, 9, 0, 0, 5, 0, 0], dtype=np.float32)
     edge = np.zeros((9, 2), dtype=np.float32)
@@ -91,19 +84,19 @@ def test_a_neighbour_comes_when_its_side_of_the_border_is_hot() -> None:
     assert 5 not in select(scores, 9, 4, sink_blocks=0, edge=edge, edge_threshold=1)
 
 
-def test_select_recent_keeps_sink_and_tail() -> None:
-    assert select_recent(10, 4).tolist() == [0, 7, 8, 9]
-    assert select_recent(10, 4, pins=[3]).tolist() == [0, 3, 8, 9]
-    assert select_recent(10, 4, sink_blocks=0).tolist() == [6, 7, 8, 9]
-    assert select_recent(3, 4).tolist() == [0, 1, 2]
-    assert select_recent(0, 4).tolist() == []
+def test_rising_scores_keep_sink_and_tail() -> None:
+    assert select(np.arange(10), 10, 4).tolist() == [0, 7, 8, 9]
+    assert select(np.arange(10), 10, 4, pins=[3]).tolist() == [0, 3, 8, 9]
+    assert select(np.arange(10), 10, 4, sink_blocks=0).tolist() == [6, 7, 8, 9]
+    assert select(np.arange(3), 3, 4).tolist() == [0, 1, 2]
+    assert select([], 0, 4).tolist() == []
 
 
 def test_too_many_pins_name_the_numbers() -> None:
     with pytest.raises(CapacityError, match="4 blocks must stay, but the budget is 3 blocks"):
         select(np.zeros(9), 9, 3, pins=[1, 2, 3])
     with pytest.raises(CapacityError, match="2 blocks"):
-        select_recent(9, 1, pins=[1])
+        select(np.zeros(9), 9, 1, pins=[1])
 
 
 @pytest.mark.parametrize(
@@ -111,9 +104,7 @@ def test_too_many_pins_name_the_numbers() -> None:
     [
         ({"scores": np.array([0, np.nan, 1])}, "block 1 is NaN"),
         ({"scores": np.zeros(4)}, "shape"),
-        ({"scores": None}, "scores or order"),
-        ({"order": [1]}, "not both"),
-        ({"scores": None, "order": [3]}, "block 3, but there are 3"),
+        ({"pins": [3]}, "block 3, but there are 3"),
         ({"pins": [-1]}, "no block ids"),
         ({"pins": [0.5]}, "pins must be a row of block ids"),
         ({"budget_blocks": 0}, "budget_blocks=0"),

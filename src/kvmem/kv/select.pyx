@@ -6,13 +6,13 @@ from kvmem.errors import CapacityError
 
 from kvmem.ids cimport BlockId
 
-__all__ = ["block_ids", "select", "select_recent"]
+__all__ = ["block_ids", "select"]
 
 MAX_BLOCK = 2**31 - 1
 
 
 def select(scores, int n_blocks, int budget_blocks, pins=(), int sink_blocks=1, int recent_blocks=1,
-           *, order=None, edge=None, float edge_threshold=float("inf")):
+           *, edge=None, float edge_threshold=float("inf")):
     """Choose the blocks to hold, at most budget_blocks of them.
 
     Candidates stand in one line, and the budget cuts it; so a larger budget only adds. In line are:
@@ -23,11 +23,10 @@ def select(scores, int n_blocks, int budget_blocks, pins=(), int sink_blocks=1, 
     whose slice at the common border scores at least edge_threshold. They bring nobody.
 
     Args:
-        scores: f32 [n_blocks], higher is better; None if `order` is given.
+        scores: f32 [n_blocks], higher is better.
         pins: block ids that must be in, whatever they score.
         sink_blocks: first blocks to hold.
         recent_blocks: newest blocks to hold.
-        order: int [any], block ids, best first, in place of scores; may leave blocks out.
         edge: f32 [n_blocks, 2], scores of each block's first and last slice.
 
     Returns:
@@ -41,9 +40,7 @@ def select(scores, int n_blocks, int budget_blocks, pins=(), int sink_blocks=1, 
         raise ValueError(f"n_blocks={n_blocks}, budget_blocks={budget_blocks}, "
                          f"sink_blocks={sink_blocks}, recent_blocks={recent_blocks}")
     pinned = _known_ids(pins, n_blocks, "pins")
-    ranked = _rank(scores, n_blocks) if order is None else _known_ids(order, n_blocks, "order")
-    if order is not None and scores is not None:
-        raise ValueError("give scores or order, not both")
+    ranked = _rank(scores, n_blocks)
     line = np.concatenate([
         np.arange(n_blocks - 1, n_blocks, dtype=np.int32) if n_blocks else pinned,
         pinned,
@@ -68,19 +65,8 @@ def select(scores, int n_blocks, int budget_blocks, pins=(), int sink_blocks=1, 
     return np.flatnonzero(chosen).astype(np.int32)
 
 
-def select_recent(int n_blocks, int budget_blocks, pins=(), int sink_blocks=1):
-    """Choose pins, sink and the newest blocks: the selection that knows no question.
-
-    Returns and raises as `select`.
-    """
-    newest_first = np.arange(n_blocks - 1, -1, -1, dtype=np.int32)
-    return select(None, n_blocks, budget_blocks, pins, sink_blocks, 1, order=newest_first)
-
-
 def _rank(scores, int n_blocks):
     """All blocks by falling score, the newer first among equals: int32 [n_blocks]."""
-    if scores is None:
-        raise ValueError("give scores or order")
     values = np.asarray(scores, dtype=np.float64)
     if values.shape != (n_blocks,):
         raise ValueError(f"scores has shape {values.shape}, not ({n_blocks},)")
