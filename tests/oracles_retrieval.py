@@ -92,16 +92,14 @@ def slice_means(keys: F64, slice_tokens: int) -> F64:
     return means
 
 
-def slice_scores(
-    keys: Sequence[F64], rows: Sequence[F64], weights: Sequence[F64], scale: float, power: int
-) -> F64:
-    """Scores of slices: for each pair keys [n_slices, d], rows [n_rows, d], weights [n_rows]."""
+def slice_scores(keys: Sequence[F64], rows: Sequence[F64], scale: float, power: int) -> F64:
+    """Scores of slices: for each pair keys [n_slices, d], rows [n_rows, d]."""
     total = np.zeros(len(keys[0]))
-    for k, q, w in zip(keys, rows, weights, strict=True):
+    for k, q in zip(keys, rows, strict=True):
         logits = np.asarray(q, np.float64) @ np.asarray(k, np.float64).T * scale
         e = np.exp(logits - logits.max(axis=1, keepdims=True))
         p = e / e.sum(axis=1, keepdims=True)
-        total += w @ p**power
+        total += (p**power).sum(axis=0)
     return total
 
 

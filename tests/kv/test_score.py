@@ -37,23 +37,17 @@ def make_query(layout: KvLayout, n_rows: int = 5, seed: int = 7, strength: float
 
 
 def twin(
-    query: Query,
-    summaries: KeySummaries,
-    weights: NDArray[np.float64] | None,
-    power: int,
-    centring: float = 0,
+    query: Query, summaries: KeySummaries, power: int, centring: float = 0
 ) -> NDArray[np.float64]:
     """Slice scores in float64 from the summaries' own keys."""
-    keys, rows, row_weights = [], [], []
+    keys, rows = [], []
     for index, pair in enumerate(summaries.pairs):
         heads = query.heads(pair).astype(np.float64)
-        n_rows, group, dim = heads.shape
+        n_rows, _, dim = heads.shape
         keys.append(summaries.keys(index).astype(np.float64))
         common = heads.mean(axis=(0, 1)) if n_rows > 1 else np.zeros(dim)
         rows.append((heads - centring * common).reshape(-1, dim))
-        weight = 1.0 if weights is None else weights[index]
-        row_weights.append(np.tile(np.broadcast_to(weight, group), n_rows))
-    return slice_scores(keys, rows, row_weights, summaries.layout.layers[0].score_scale, power)
+    return slice_scores(keys, rows, summaries.layout.layers[0].score_scale, power)
 
 
 def assert_same_order(found: NDArray[np.float32], wanted: NDArray[np.float64]) -> None:
@@ -89,11 +83,8 @@ def test_scores_equal_the_twin(
     history = make_history(layout, n_blocks, seed)
     summaries = history.fill(KeySummaries(layout, [(1, 0), (0, 1), (0, 0)], slice_tokens))
     query = make_query(layout, n_rows, seed)
-    weights = np.random.default_rng(seed).uniform(0.1, 2, (3, group))
-    slices = twin(query, summaries, weights, power, centring).reshape(n_blocks, -1)
-    blocks, edges = score_blocks(
-        query, summaries, weights.astype(np.float32), power, centring=centring
-    )
+    slices = twin(query, summaries, power, centring).reshape(n_blocks, -1)
+    blocks, edges = score_blocks(query, summaries, power, centring=centring)
     assert blocks.dtype == edges.dtype == np.float32
     assert np.allclose(blocks, slices.sum(axis=1), rtol=TOLERANCE, atol=1e-9)
     assert np.allclose(edges, slices[:, [0, -1]], rtol=TOLERANCE, atol=1e-9)
@@ -107,8 +98,7 @@ def test_edges_and_equal_pairs_equal_the_twin(slice_tokens: int) -> None:
     summaries = history.fill(KeySummaries(layout, pairs, slice_tokens))
     query = make_query(layout, 5, 3)
     alone = [
-        twin(query, history.fill(KeySummaries(layout, [pair], slice_tokens)), None, 2)
-        for pair in pairs
+        twin(query, history.fill(KeySummaries(layout, [pair], slice_tokens)), 2) for pair in pairs
     ]
     wanted = np.sum([one / one.sum() for one in alone], axis=0).reshape(50, -1)
     head, tail = 8 // slice_tokens, 16 // slice_tokens
@@ -139,7 +129,7 @@ def test_several_chunks_and_parts_equal_the_twin(
     history = make_history(layout, n_blocks)
     summaries = history.fill(KeySummaries(layout, [(0, 0)], 1))
     query = make_query(layout, n_rows)
-    wanted = twin(query, summaries, None, 2).reshape(n_blocks, -1).sum(axis=1)
+    wanted = twin(query, summaries, 2).reshape(n_blocks, -1).sum(axis=1)
     scratch = ScoreScratch()
     blocks, _ = score_blocks(query, summaries, scratch=scratch, threads=1)
     assert np.allclose(blocks, wanted, rtol=TOLERANCE)
@@ -159,7 +149,7 @@ def test_rows_that_are_whole_steps_lose_nothing() -> None:
         rows[:] = np.clip(np.rint(rows * 2**13), -32766, 32766) / 2**13
         rows[..., 5] = 32767 / 2**13
     blocks, _ = score_blocks(query, summaries)
-    wanted = twin(query, summaries, None, 2).reshape(50, -1).sum(axis=1)
+    wanted = twin(query, summaries, 2).reshape(50, -1).sum(axis=1)
     assert np.allclose(blocks, wanted, rtol=2e-5)
 
 
@@ -198,7 +188,7 @@ def test_flat_and_very_sharp_rows(strength: float) -> None:
     blocks, _ = score_blocks(query, summaries, power=1)
     # All mass is handed out: one for each of 4 rows x 4 heads x 2 layers.
     assert np.isclose(blocks.sum(), 32, rtol=1e-5)
-    wanted = twin(query, summaries, None, 1).reshape(50, -1).sum(axis=1)
+    wanted = twin(query, summaries, 1).reshape(50, -1).sum(axis=1)
     # The error grows with the logits: the largest here are some 300 and 3,000 wide.
     assert np.allclose(blocks, wanted, rtol=TOLERANCE * max(1, strength / 10), atol=1e-6)
 
@@ -415,18 +405,6 @@ def test_each_name_runs_its_own_scorer() -> None:
     assert np.array_equal(found["fused"].edges, found["heads"].edges)
 
 
-def test_weights_reach_the_scorer() -> None:
-    layout = make_layout()
-    history = make_history(layout, 12)
-    query = make_query(layout)
-    one = history.fill(KeySummaries(layout, [(1, 1)]))
-    all_pairs = history.fill(KeySummaries(layout, layout.pairs()))
-    weights = np.array([0, 0, 0, 2], np.float32)
-    inputs = ScoreInputs(n_blocks=12, query=query, summaries=all_pairs, weights=weights)
-    alone, _ = score_blocks(query, one, centring=HEADS_CENTRING)
-    assert np.allclose(run_scorer("heads", inputs).blocks, 2 * alone, rtol=1e-6)
-
-
 def test_unknown_or_unfed_scorers_are_errors_and_never_another_scorer() -> None:
     layout = make_layout()
     query = make_query(layout)
@@ -476,17 +454,14 @@ def test_doors_refuse_what_cannot_be() -> None:
     with pytest.raises(ValueError, match="layer index 1"):
         only = Query(layout=layout, layers={0: query.layers[0]}, tokens=query.tokens)
         score_blocks(only, summaries)
-    for weights in (np.ones(3), np.ones((2, 3)), np.array([1, np.nan])):
-        with pytest.raises(ValueError):
-            score_blocks(query, summaries, weights.astype(np.float32))
     with pytest.raises(ValueError, match="power 0"):
         score_blocks(query, summaries, power=0)
     with pytest.raises(ValueError, match="centring 2"):
         score_blocks(query, summaries, centring=2)
     with pytest.raises(ValueError, match="keys have 64"):
-        score_slices(summaries, [np.ones((1, 32), np.float32)] * 2, [np.ones(1, np.float32)] * 2)
-    with pytest.raises(ValueError, match="1 weights for the 2 rows of pair 0"):
-        score_slices(summaries, [np.ones((2, 64), np.float32)] * 2, [np.ones(1, np.float32)] * 2)
+        score_slices(summaries, [np.ones((1, 32), np.float32)] * 2)
+    with pytest.raises(ValueError, match="1 row sets for 2 pairs"):
+        score_slices(summaries, [np.ones((2, 64), np.float32)])
     broken = {k: np.where(v > 2, np.nan, v).astype(np.float32) for k, v in query.layers.items()}
     with pytest.raises(ValueError, match="not all finite"):
         score_blocks(Query(layout=layout, layers=broken, tokens=query.tokens), summaries)

@@ -258,22 +258,21 @@ static void kv_softmax_run(kv_dot dot, const int8_t * keys, const uint16_t * sca
     }
 }
 
-// score[s] += sum over rows of weight[row] * (e[row][s] * factor[row])^power, for one run.
+// score[s] += sum over rows of (e[row][s] * factor[row])^power, for one run.
 KV_CLONES
 static void kv_add_powers(
-        const float * e, int n_rows, int width, const float * factor, const float * weight, int power, float * score) {
+        const float * e, int n_rows, int width, const float * factor, int power, float * score) {
     for (int row = 0; row < n_rows; ++row) {
         const float * x = e + (size_t) row * width;
         const float   f = factor[row];
-        const float   w = weight[row];
         if (power == 1) {
             for (int s = 0; s < width; ++s) {
-                score[s] += w * (x[s] * f);
+                score[s] += x[s] * f;
             }
         } else if (power == 2) {
             for (int s = 0; s < width; ++s) {
                 const float p = x[s] * f;
-                score[s] += w * (p * p);
+                score[s] += p * p;
             }
         } else {
             for (int s = 0; s < width; ++s) {
@@ -282,7 +281,7 @@ static void kv_add_powers(
                 for (int i = 1; i < power; ++i) {
                     y *= p;
                 }
-                score[s] += w * y;
+                score[s] += y;
             }
         }
     }

@@ -29,7 +29,6 @@ class ScoreScratch:
 def score_slices(
     summaries: KeySummaries,
     rows: Sequence[NDArray[np.float32]],
-    weights: Sequence[NDArray[np.float32]],
     power: int = 2,
     threads: int = ...,
     scratch: ScoreScratch | None = None,
@@ -38,7 +37,6 @@ def score_slices(
 def score_blocks(
     query: Query,
     summaries: KeySummaries,
-    weights: NDArray[np.float32] | None = None,
     power: int = 2,
     threads: int = ...,
     scratch: ScoreScratch | None = None,

@@ -1,7 +1,7 @@
 """Scores of blocks from the query's rows and the key summaries.
 
     p[h,t,s] = softmax over all slices s of (q[h,t] . key[s] * attn_scale)
-    score(b) = sum over pairs, heads h of the pair, rows t, slices s in b of w_h * p[h,t,s]^power
+    score(b) = sum over pairs, heads h of the pair, rows t, slices s in b of p[h,t,s]^power
 power 2 lets rows that know speak louder than rows that do not; power 1 is attention mass. Rows may
 be centred: what all of them like says little about any of them. Keys are int8 and rows are rounded
 to int16, so that their products are exact integers, the same on every processor.
@@ -40,7 +40,7 @@ cdef extern from "kernels.h" nogil:
                         int n_slices, int pairs, const int16_t *query, const float *query_scale,
                         int n_rows, float *out, float *maximum, float *total)
     void kv_add_powers(const float *e, int n_rows, int width, const float *factor,
-                       const float *weight, int power, float *score)
+                       int power, float *score)
 
 DEFAULT_THREADS = 2
 
@@ -152,8 +152,7 @@ cdef class ScoreScratch:
 
 cdef void _score_part(
     const Chunk *chunks, int n_chunks, size_t key_offset, size_t scale_offset, int dim,
-    const float *query, const float *weight, int rows, int power, float *score, int chunk_slices,
-    Room room,
+    const float *query, int rows, int power, float *score, int chunk_slices, Room room,
 ) noexcept nogil:
     """Add the powers of one part of a pair's rows to score. query: f32 [rows, dim]."""
     cdef int row, c, at
@@ -182,7 +181,7 @@ cdef void _score_part(
     for c in range(n_chunks):
         kv_add_powers(
             room.e + chunks[c].start * rows, rows, chunks[c].n_tiles * KV_LANES,
-            room.factor + c * rows, weight, power, score + <size_t>c * chunk_slices,
+            room.factor + c * rows, power, score + <size_t>c * chunk_slices,
         )
 
 
@@ -201,9 +200,9 @@ cdef class _History:
     def part_rows(self, int n_rows):
         return _part_rows(self.width, n_rows)
 
-    def score(self, int pair, const float[:, ::1] query, const float[::1] weight, int power,
-              float[::1] score, ScoreScratch scratch, int thread):
-        """Add what one part of a pair's rows says to score: query [rows, dim], weight [rows]."""
+    def score(self, int pair, const float[:, ::1] query, int power, float[::1] score,
+              ScoreScratch scratch, int thread):
+        """Add what one part of a pair's rows says to score: query [rows, dim]."""
         cdef int dim = self.summaries._dim[pair], rows = <int>query.shape[0]
         cdef size_t key_offset = self.summaries._key_offset[pair]
         cdef size_t scale_offset = self.summaries._scale_offset[pair]
@@ -212,7 +211,7 @@ cdef class _History:
         with nogil:
             _score_part(
                 self.chunks, self.n_chunks, key_offset, scale_offset, dim, &query[0, 0],
-                &weight[0], rows, power, &score[0], self.chunk_slices, room,
+                rows, power, &score[0], self.chunk_slices, room,
             )
 
 
@@ -237,7 +236,7 @@ cdef _History _snapshot(KeySummaries summaries, int n_blocks):
 
 
 def score_slices(
-    KeySummaries summaries not None, rows, weights, int power=2, int threads=DEFAULT_THREADS,
+    KeySummaries summaries not None, rows, int power=2, int threads=DEFAULT_THREADS,
     ScoreScratch scratch=None, bint equal_pairs=False,
 ):
     """Score every slice of the summarised history: f32 [n_slices].
@@ -246,25 +245,20 @@ def score_slices(
     not outvote the others.
 
     rows: for each pair of the summaries f32 [n_rows, head_dim], attn_scale multiplied in.
-    weights: for each pair f32 [n_rows]. power: >= 1. Pairs, and parts of their rows, are shared out
-    over `threads`; the result does not depend on their number. scratch: None takes its own for this
-    call.
+    power: >= 1. Pairs, and parts of their rows, are shared out over `threads`; the result does not
+    depend on their number. scratch: None takes its own for this call.
     """
     cdef int n_blocks = summaries.n_blocks
     cdef int n_pairs = len(summaries.pairs)
     cdef int pair
-    if len(rows) != n_pairs or len(weights) != n_pairs:
-        raise ValueError(f"{len(rows)} row sets and {len(weights)} weights for {n_pairs} pairs")
+    if len(rows) != n_pairs:
+        raise ValueError(f"{len(rows)} row sets for {n_pairs} pairs")
     if power < 1 or not 1 <= threads <= MAX_THREADS:
         raise ValueError(f"power {power} must be >= 1, threads {threads} in 1 .. {MAX_THREADS}")
     for pair in range(n_pairs):
         if rows[pair].ndim != 2 or rows[pair].shape[1] != summaries._dim[pair]:
             raise ValueError(
                 f"rows of pair {pair} are {rows[pair].shape}, keys have {summaries._dim[pair]} dims"
-            )
-        if len(weights[pair]) != len(rows[pair]):
-            raise ValueError(
-                f"{len(weights[pair])} weights for the {len(rows[pair])} rows of pair {pair}"
             )
     if n_blocks == 0 or all(len(r) == 0 for r in rows):
         return np.zeros(n_blocks * summaries.slices_per_block, np.float32)
@@ -284,8 +278,7 @@ def score_slices(
         for index in left:
             pair, first, end = parts[index]
             part = np.ascontiguousarray(rows[pair][first:end], np.float32)
-            weight = np.ascontiguousarray(weights[pair][first:end], np.float32)
-            history.score(pair, part, weight, power, outs[index], scratch, thread)
+            history.score(pair, part, power, outs[index], scratch, thread)
 
     threads = min(threads, len(parts))
     if threads == 1:
@@ -305,15 +298,15 @@ def score_slices(
 
 
 def score_blocks(
-    query, KeySummaries summaries not None, weights=None, int power=2, int threads=DEFAULT_THREADS,
+    query, KeySummaries summaries not None, int power=2, int threads=DEFAULT_THREADS,
     ScoreScratch scratch=None, int head_slices=1, int tail_slices=1, bint equal_pairs=False,
     float centring=0,
 ):
     """Score every summarised block with the pairs of the summaries.
 
-    query: Query, whose layers hold those of the pairs. weights: f32 [n_pairs] or [n_pairs, group],
-    None means 1. Returns (blocks f32 [n_blocks], edges f32 [n_blocks, 2]: the parts of the score in
-    the first head_slices and in the last tail_slices of a block). equal_pairs: see score_slices.
+    query: Query, whose layers hold those of the pairs. Returns (blocks f32 [n_blocks], edges f32
+    [n_blocks, 2]: the parts of the score in the first head_slices and in the last tail_slices of a
+    block). equal_pairs: see score_slices.
     centring: this part of the mean row of a pair is taken off each of its rows, 0 .. 1; a single
     row stays as it is.
     """
@@ -323,13 +316,8 @@ def score_blocks(
                          f"1 .. {summaries.slices_per_block}")
     if not 0 <= centring <= 1:
         raise ValueError(f"centring {centring} must be in 0 .. 1")
-    n_pairs = len(summaries.pairs)
-    given = np.ones(n_pairs, np.float32) if weights is None else np.asarray(weights, np.float32)
-    if given.ndim not in (1, 2) or len(given) != n_pairs or not np.isfinite(given).all():
-        raise ValueError(f"weights are {given.shape}, not finite [{n_pairs}] or [{n_pairs}, group]")
     rows = []
-    row_weights = []
-    for index, pair in enumerate(summaries.pairs):
+    for pair in summaries.pairs:
         heads = query.heads(pair)
         n_rows, group, dim = heads.shape
         scale = summaries.layout.layers[pair.layer].score_scale
@@ -339,8 +327,7 @@ def score_blocks(
         if centring and n_rows > 1:
             scaled -= np.float32(centring) * scaled.mean(axis=0, dtype=np.float64)
         rows.append(scaled)
-        row_weights.append(np.tile(np.broadcast_to(given[index], group), n_rows))
-    slices = score_slices(summaries, rows, row_weights, power, threads, scratch, equal_pairs)
+    slices = score_slices(summaries, rows, power, threads, scratch, equal_pairs)
     slices = slices.reshape(summaries.n_blocks, summaries.slices_per_block)
     edges = np.stack(
         [slices[:, :head_slices].sum(axis=1), slices[:, -tail_slices:].sum(axis=1)], axis=1

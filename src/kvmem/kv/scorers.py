@@ -62,16 +62,14 @@ class Scores(NamedTuple):
 class ScoreInputs:
     """What a scorer may read. n_blocks: sealed blocks of the history, summarised and indexed.
 
-    weights: f32 [n_pairs] or [n_pairs, group], None means 1 each. equal_pairs: whether each pair
-    has the same say, as calibrated ones have. scratch: kept by the caller, so
-    that scoring allocates nothing large.
+    equal_pairs: whether each pair has the same say, as calibrated ones have. scratch: kept by the
+    caller, so that scoring allocates nothing large.
     """
 
     n_blocks: int
     query: Query | None = None
     summaries: KeySummaries | None = None
     lexical: LexicalIndex | None = None
-    weights: F32 | None = None
     equal_pairs: bool = False
     threads: int = DEFAULT_THREADS
     scratch: ScoreScratch | None = None
@@ -131,7 +129,6 @@ def _attention(name: str, inputs: ScoreInputs, power: int, centring: float = 0) 
     blocks, edges = score_blocks(
         query,
         summaries,
-        inputs.weights,
         power,
         inputs.threads,
         inputs.scratch,
