@@ -39,7 +39,7 @@ def test_the_bytes_are_those_of_an_engine(
         memory.index.flush()
         working_set = memory.working_set
         # what lies in memory that grows by pieces is there for more tokens than these
-        records = working_set.n_sealed * working_set.history.store.record_bytes
+        records = working_set.n_sealed * working_set.history.store.slabs.record_bytes
         tables = N_TOKENS * 20 + working_set.n_blocks * 8
         used = records + tables + N_TOKENS * 4 + N_TOKENS * summary_bytes(recorded.memory)
         assert used <= N_TOKENS * facts.host_bytes_per_token < used + N_TOKENS

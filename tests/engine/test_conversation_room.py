@@ -83,7 +83,7 @@ def test_a_conversation_leaves_with_a_state_or_not_at_all(tiny_qwen35: Path) -> 
         filler = memory.working_set.new_history().store
         with pytest.raises(CapacityError):
             for block in range(1 << 20):
-                filler.put(block, 0, np.zeros(filler.payload_bytes, np.uint8))
+                filler.put(block, 0, np.zeros(filler.slabs.payload_bytes, np.uint8))
         others = Charge(memory.host, memory.host.free, "others")
         seen = []
 

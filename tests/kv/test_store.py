@@ -17,13 +17,13 @@ PAGE = 4096
 
 def make(n_records: float, row_bytes: int = 8) -> tuple[HostStore, HostBudget, ArrayPort]:
     port = ArrayPort(1, 4, (row_bytes,))
-    record_bytes = HostStore(port, HostBudget(1)).record_bytes
+    record_bytes = HostStore(port, HostBudget(1)).slabs.record_bytes
     budget = HostBudget(int(n_records * record_bytes))
     return HostStore(port, budget), budget, port
 
 
 def payload(store: HostStore, value: int) -> np.ndarray:
-    return np.random.default_rng(value).integers(0, 256, store.payload_bytes, dtype=np.uint8)
+    return np.random.default_rng(value).integers(0, 256, store.slabs.payload_bytes, dtype=np.uint8)
 
 
 @settings(deadline=None)
@@ -53,7 +53,7 @@ def test_it_is_a_dict_with_a_limit(n_records: float, calls: list[tuple[str, int]
                 expected[block] = version, rows.tobytes()
         store.check()
         assert store.n_records == len(expected)
-        assert store.n_bytes == budget.used == port.slab_bytes <= budget.limit
+        assert store.slabs.n_bytes == budget.used == port.slab_bytes <= budget.limit
     for block in range(32):
         if block in expected:
             version, rows_bytes = expected[block]
@@ -67,24 +67,24 @@ def test_it_is_a_dict_with_a_limit(n_records: float, calls: list[tuple[str, int]
 
 def test_a_record_is_one_aligned_piece() -> None:
     store, _, _ = make(20, row_bytes=5000)
-    assert store.payload_offset == 64 + 4 * 28 + 16, "header, tokens, up to a line"
-    assert store.payload_bytes == 20000
-    assert store.record_bytes == 5 * PAGE
+    assert store.slabs.payload_offset == 64 + 4 * 28 + 16, "header, tokens, up to a line"
+    assert store.slabs.payload_bytes == 20000
+    assert store.slabs.record_bytes == 5 * PAGE
     addresses = []
     for block in range(20):
         store.put(block, 1, payload(store, block))
         addresses.append(store.address(block, 1))
     assert all(address % PAGE == 0 for address in addresses)
     gaps = np.diff(np.sort(addresses))
-    assert (gaps >= store.record_bytes).all()
+    assert (gaps >= store.slabs.record_bytes).all()
 
 
 def test_slabs_are_a_sixteenth_of_the_limit_and_at_most_64_mib() -> None:
-    assert make(160)[0].slab_records == 10
-    assert make(15)[0].slab_records == 1, "at least one record"
+    assert make(160)[0].slabs.slab_records == 10
+    assert make(15)[0].slabs.slab_records == 1, "at least one record"
     port = ArrayPort(1, 4, (1 << 20,))
     store = HostStore(port, HostBudget(1 << 40))
-    assert store.slab_records == (64 << 20) // store.record_bytes == 15
+    assert store.slabs.slab_records == (64 << 20) // store.slabs.record_bytes == 15
 
 
 def test_the_limit_is_not_allocated_up_front() -> None:
@@ -98,11 +98,11 @@ def test_the_limit_is_not_allocated_up_front() -> None:
 
 def test_the_last_slab_is_as_small_as_the_rest_of_the_limit() -> None:
     store, budget, _ = make(40)
-    held = Charge(budget, int(37.5 * store.record_bytes), "checkpoints")
-    assert store.slab_records == 2
+    held = Charge(budget, int(37.5 * store.slabs.record_bytes), "checkpoints")
+    assert store.slabs.slab_records == 2
     store.put(0, 1, payload(store, 0))
     store.put(1, 1, payload(store, 1))
-    with pytest.raises(CapacityError, match=f"host record needs {store.record_bytes} bytes"):
+    with pytest.raises(CapacityError, match=f"host record needs {store.slabs.record_bytes} bytes"):
         store.put(2, 1, payload(store, 2))
     assert store.get(0, 1) == payload(store, 0).tobytes()
     store.check()
@@ -120,12 +120,12 @@ def test_a_failed_put_keeps_the_older_record() -> None:
 
 def test_memory_that_the_machine_lacks_is_a_capacity_error() -> None:
     store, budget, port = make(40)
-    port.slab_limit_bytes = 3 * store.record_bytes
+    port.slab_limit_bytes = 3 * store.slabs.record_bytes
     store.put(0, 1, payload(store, 0))
     store.put(1, 1, payload(store, 1))
     with pytest.raises(CapacityError, match=r"the machine has no .* lower the host limit"):
         store.put(2, 1, payload(store, 2))
-    assert budget.used == store.n_bytes == 2 * store.record_bytes
+    assert budget.used == store.slabs.n_bytes == 2 * store.slabs.record_bytes
     store.check()
 
 
@@ -133,12 +133,12 @@ def test_an_empty_slab_goes_back_and_the_others_stay() -> None:
     store, budget, _ = make(64)  # slabs of 4
     for block in range(12):
         store.put(block, 1, payload(store, block))
-    assert store.n_slabs == 3
+    assert store.slabs.n_slabs == 3
     for block in range(4, 8):
         store.discard(block)
-    assert store.n_slabs == 3, "only trimming gives back"
+    assert store.slabs.n_slabs == 3, "only trimming gives back"
     store.trim_slabs()
-    assert (store.n_slabs, budget.used) == (2, 8 * store.record_bytes)
+    assert (store.slabs.n_slabs, budget.used) == (2, 8 * store.slabs.record_bytes)
     store.check()
     for block in (0, 3, 8, 11):
         assert store.get(block, 1) == payload(store, block).tobytes()

@@ -103,9 +103,9 @@ def _check_table(BlockTable table):
 def _check_budget(BlockTable table, HostStore store, HostBudget budget):
     _require(budget.used <= budget.limit,
              f"{budget.used} bytes in use pass the host limit {budget.limit}")
-    _require(store.n_bytes + table.n_bytes <= budget.used,
-             f"records and tables take {store.n_bytes + table.n_bytes} bytes, but only "
-             f"{budget.used} are charged")
+    n_bytes = store.slabs.n_bytes + table.n_bytes
+    _require(n_bytes <= budget.used,
+             f"records and tables take {n_bytes} bytes, but only {budget.used} are charged")
 
 
 def _check_tiers(BlockTable table, Residency residency, HostStore store, int n_pending):

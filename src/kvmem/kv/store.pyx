@@ -37,37 +37,6 @@ cdef class HostStore:
         free(self._record_of_block)
 
     @property
-    def block_tokens(self):
-        return self.slabs.block_tokens
-
-    @property
-    def payload_bytes(self):
-        return self.slabs.payload_bytes
-
-    @property
-    def payload_offset(self):
-        return self.slabs.payload_offset
-
-    @property
-    def record_bytes(self):
-        return self.slabs.record_bytes
-
-    @property
-    def slab_records(self):
-        """Records of a full-sized slab."""
-        return self.slabs.slab_records
-
-    @property
-    def n_slabs(self):
-        """Slabs that are allocated now."""
-        return self.slabs.n_slabs
-
-    @property
-    def n_bytes(self):
-        """Bytes of the slabs, all histories together."""
-        return self.slabs.n_bytes
-
-    @property
     def n_shared(self):
         """Records that another history holds as well."""
         cdef BlockId block

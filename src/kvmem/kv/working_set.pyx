@@ -116,7 +116,7 @@ cdef class WorkingSet:
     @property
     def host_bytes(self):
         """Bytes that records and tables take of the host limit."""
-        return self._store.n_bytes + self._table.n_bytes
+        return self._store.slabs.n_bytes + self._table.n_bytes
 
     @property
     def counters(self):
