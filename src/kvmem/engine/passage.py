@@ -117,18 +117,8 @@ class Passage:
 
     def choose_for_reply(self, query: Query, start: int) -> I32:
         """Choose for a reply alone, with what was read from ``start`` on in it."""
-        memory = self.memory
-        memory.try_seal()
-        n_blocks = memory.working_set.n_blocks
-        n_rest = memory.n_blocks_of(len(self.tokens)) - n_blocks
-        with self.report.times.measure("score_s", memory.clock):
-            return retrieve.choose(
-                memory,
-                retrieve.score(memory, query, memory.scorer),
-                n_blocks=n_blocks,
-                budget_blocks=memory.budget_blocks - n_rest,
-                pins=range(start // memory.block_tokens, n_blocks),
-            )
+        self.memory.try_seal()
+        return self.choose(query, self.memory.n_tokens, keep_from=start)
 
     def apply(self, selection: I32) -> None:
         """Make exactly these blocks visible."""
