@@ -6,6 +6,7 @@ docs/memory.md, "The life of a question", has the decisions in order.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from kvmem.engine.passage import Passage
 from kvmem.engine.prompt import Prompt, Span
 from kvmem.engine.retrieve import QueryTap
 from kvmem.engine.room import room_beside_reply
-from kvmem.engine.stats import MemoryReport
+from kvmem.engine.stats import Decision, MemoryReport
 from kvmem.kv.query import Query
 from kvmem.llama.context import CancelToken
 
@@ -28,6 +29,16 @@ I32 = NDArray[np.int32]
 
 # Tokens that stand for the question where none is marked: the end of the prompt.
 FALLBACK_QUERY_TOKENS = 64
+
+NO_STATE = "the host limit holds no state to go back to"
+
+
+class _Said(NamedTuple):
+    """What the report says of a choice after a first pass."""
+
+    unchanged: tuple[Decision, str]
+    replayed: str
+    skipped: str
 
 
 class PromptReader:
@@ -235,22 +246,12 @@ class PromptReader:
         with QueryTap(memory, passage.tokens, range(start, stop)) as tap:
             yield from passage.read_to(stop, phase="query_s", seal=False)
             query = question.join(tap.finish()[0])
-        selection = passage.choose(query, start, keep_from=tail)
-        if np.isin(selection, memory.working_set.resident()).all():
-            passage.decide("cached_query", "its end asked for nothing that the question had not")
-            yield from passage.read_rest(selection, start)
-        elif not memory.can_return_to(start):
-            selection = passage.choose_for_reply(query, tail)
-            passage.apply(selection)
-            passage.decide("replay_skipped", "the host limit holds no state to go back to")
-            yield from passage.read_rest(selection, start)
-        else:
-            memory.truncate(start)
-            passage.apply(selection)
-            yield from passage.read_to(n_total, phase="replay_s")
-            passage.decide(
-                "query_replay", f"query: the question and the last {n_total - start} tokens"
-            )
+        said = _Said(
+            ("cached_query", "its end asked for nothing that the question had not"),
+            f"query: the question and the last {n_total - start} tokens",
+            NO_STATE,
+        )
+        yield from self._settle_on(passage, query, start, tail, said)
 
     def _read_question_early(
         self, passage: Passage, spans: Sequence[Span]
@@ -294,7 +295,11 @@ class PromptReader:
                         query, tap.rows[0], content.start, passage, prompt.query_span
                     )
                     query = question.query
-                yield from self._choose_again(passage, query, start, why)
+                seen = f"the first pass had seen the chosen blocks; query: {why}"
+                said = _Said(
+                    ("unchanged_selection", seen), f"query: {why}", f"{NO_STATE}; query: {why}"
+                )
+                yield from self._settle_on(passage, query, start, start, said)
             except BaseException:
                 memory.settle()
                 raise
@@ -302,31 +307,29 @@ class PromptReader:
         if question is not None:
             memory.active.ask(question)
 
-    def _choose_again(
-        self, passage: Passage, query: Query, start: int, why: str
+    def _settle_on(
+        self, passage: Passage, query: Query, start: int, keep_from: int, said: _Said
     ) -> Iterator[PromptProgress]:
-        """After the first pass from ``start`` on."""
+        """Choose after a first pass from ``start`` on, and read that again if it saw other blocks.
+
+        keep_from: as in Passage.choose; ``start`` keeps none.
+        """
         memory = self._memory
-        seen = memory.working_set.resident()
-        is_legacy = memory.query_replay == "legacy"
-        selection = passage.choose(query, start)
-        if not is_legacy and np.isin(selection, seen).all():
-            passage.decide(
-                "unchanged_selection", f"the first pass had seen the chosen blocks; query: {why}"
-            )
-            yield from passage.read_rest(selection, start)
-        elif not memory.can_return_to(start):
-            selection = passage.choose_for_reply(query, start)
-            passage.apply(selection)
-            passage.decide(
-                "replay_skipped", f"the host limit holds no state to go back to; query: {why}"
-            )
-            yield from passage.read_rest(selection, start)
-        else:
+        selection = passage.choose(query, start, keep_from=keep_from)
+        is_seen = np.isin(selection, memory.working_set.resident()).all()
+        if is_seen and memory.query_replay != "legacy":
+            passage.decide(*said.unchanged)
+        elif memory.can_return_to(start):
             memory.truncate(start)
             passage.apply(selection)
             yield from passage.read_to(len(passage.tokens), phase="replay_s")
-            passage.decide("query_replay", f"query: {why}")
+            passage.decide("query_replay", said.replayed)
+            return
+        else:
+            selection = passage.choose_for_reply(query, keep_from)
+            passage.apply(selection)
+            passage.decide("replay_skipped", said.skipped)
+        yield from passage.read_rest(selection, start)
 
     def _content(self, prompt: Prompt) -> tuple[range, bool, str]:
         """The tokens that ask, whether they are the last user message, and why, for the report."""
