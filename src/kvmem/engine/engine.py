@@ -10,7 +10,7 @@ from kvmem.config import EngineConfig, MemoryFacts, ModelConfig, PoolSizes
 from kvmem.engine.calibration import Found, find
 from kvmem.engine.conversations import Conversations
 from kvmem.engine.draft import Drafter, make_drafter
-from kvmem.engine.facts import memory_facts
+from kvmem.engine.facts import context_settings, memory_facts
 from kvmem.engine.fit import make_fitting
 from kvmem.engine.memory import Memory, PlainMemory, TieredMemory
 from kvmem.engine.placement import warn_without_gpu
@@ -83,18 +83,9 @@ class Engine:
             if memory.enabled
             else 0,
             block_tokens=sizes.block_tokens if memory.enabled else 0,
-            n_batch=memory.batch_tokens,
-            n_ubatch=memory.ubatch,
-            type_k=memory.type_k,
-            type_v=memory.type_v,
-            # a tiered V must lie in rows, and only flash attention keeps it so
-            flash_attn="on"
-            if memory.enabled and memory.flash_attn == "auto"
-            else memory.flash_attn,
             n_threads=config.model.threads,
             n_threads_batch=config.model.threads_batch,
-            n_rs_seq=config.draft.n_rollback,
-            replay=config.draft.replays,
+            **context_settings(config),
         )
         drafter: Drafter | None = None
         try:

@@ -19,7 +19,7 @@ from kvmem.llama.memory import LlamaPort
 from kvmem.llama.model import Model
 from kvmem.sizes import largest_pool, workspace_of
 
-__all__ = ["Probe", "host_bytes_per_token", "memory_facts", "probe"]
+__all__ = ["Probe", "context_settings", "host_bytes_per_token", "memory_facts", "probe"]
 
 # Beside the record: tokens, positions and the token index of each token, the version of each block.
 TOKEN_BYTES = 20 + 4
@@ -51,6 +51,22 @@ class Probe:
     draft_bytes: int
 
 
+def context_settings(config: EngineConfig) -> dict[str, Any]:
+    """What every context of a configuration is made with, whatever its size."""
+    memory, draft = config.memory, config.draft
+    # a tiered V must lie in rows, and only flash attention keeps it so
+    needs_flash = memory.enabled and memory.flash_attn == "auto"
+    return {
+        "n_batch": memory.batch_tokens,
+        "n_ubatch": memory.ubatch,
+        "type_k": memory.type_k,
+        "type_v": memory.type_v,
+        "flash_attn": "on" if needs_flash else memory.flash_attn,
+        "n_rs_seq": draft.n_rollback,
+        "replay": draft.replays,
+    }
+
+
 def probe(model: Model, config: EngineConfig) -> Probe:
     """Read the layout of the cache from the graph.
 
@@ -62,13 +78,7 @@ def probe(model: Model, config: EngineConfig) -> Probe:
         n_ctx=memory.block_tokens,
         n_cells=memory.block_tokens,
         block_tokens=memory.block_tokens,
-        n_batch=PROBE_TOKENS,
-        n_ubatch=PROBE_TOKENS,
-        type_k=memory.type_k,
-        type_v=memory.type_v,
-        flash_attn="off" if memory.flash_attn == "off" else "on",
-        n_rs_seq=config.draft.n_rollback,
-        replay=config.draft.replays,
+        **context_settings(config) | {"n_batch": PROBE_TOKENS, "n_ubatch": PROBE_TOKENS},
     ) as context:
         port = LlamaPort(context)
         layout, draft_bytes, hidden_bytes = port.layout, 0, 0
@@ -179,22 +189,15 @@ class _Measure:
 
     def _at(self, n_tokens: int) -> list[Place]:
         """With a pool of this size, each device in the same order."""
-        shares = shares_of(self._model, n_cells=n_tokens, **self._settings())
+        config, draft = self._config, self._config.draft
+        shares = shares_of(
+            self._model,
+            n_ctx=workspace_of(config.memory, self._model.n_ctx_train),
+            n_cells=n_tokens,
+            draft_types=(draft.type_k, draft.type_v) if draft.enabled else None,
+            **context_settings(config),
+        )
         return sorted((self._place(share, n_tokens) for share in shares), key=lambda p: p.name)
-
-    def _settings(self) -> dict[str, Any]:
-        memory, draft = self._config.memory, self._config.draft
-        return {
-            "n_ctx": workspace_of(memory, self._model.n_ctx_train),
-            "n_batch": memory.batch_tokens,
-            "n_ubatch": memory.ubatch,
-            "type_k": memory.type_k,
-            "type_v": memory.type_v,
-            "flash_attn": "off" if memory.flash_attn == "off" else "on",
-            "n_rs_seq": draft.n_rollback,
-            "replay": draft.replays,
-            "draft_types": (draft.type_k, draft.type_v) if draft.enabled else None,
-        }
 
     def _place(self, share: Share, n_tokens: int) -> Place:
         row = -(-share.cells // n_tokens)
