@@ -15,7 +15,7 @@ from kvmem.bench.workload import Question
 from kvmem.engine.calibration import ALL_PAIRS_SCORERS, Calibration, scoring
 from kvmem.engine.engine import Engine
 from kvmem.engine.memory import PlainMemory, TieredMemory
-from kvmem.engine.retrieve import choose
+from kvmem.engine.retrieve import QueryTap, choose
 from kvmem.engine.session import Session
 from kvmem.errors import ConfigError, StateError
 from kvmem.kv.layout import Pair
@@ -195,16 +195,8 @@ class EngineHistory:
         return order
 
     def _summarise(self, pairs: Sequence[tuple[int, int]], slice_tokens: int) -> KeySummaries:
-        memory, order = self._memory, self._order
-        if order is None:
-            return memory.summarise(pairs, slice_tokens)
-
-        def records(n_blocks: int) -> Iterator[tuple[int, I32]]:
-            for block in order[:n_blocks].tolist():
-                pos = memory.working_set.pos[self._tokens_of(block)]
-                yield memory.working_set.record_address(block), np.ascontiguousarray(pos)
-
-        return memory.summaries.recompute(pairs, records, slice_tokens)
+        index, working_set = self._memory.index, self._memory.working_set
+        return index.recompute(working_set, pairs, slice_tokens, order=self._order)
 
     def _tokens_of(self, block: int) -> slice:
         return slice(block * self.block_tokens, (block + 1) * self.block_tokens)
@@ -227,21 +219,15 @@ class EngineHistory:
     def ask(self, question: Question) -> Query:
         # Session.query makes room in the budget, which would hide blocks that were to be seen.
         memory = self._memory
-        content = np.arange(question.content.start, question.content.stop, dtype=np.int32)
-        rows = content[pick_evenly(len(content), MAX_ROWS)]
-        layers = np.arange(len(memory.layout.layers), dtype=np.int32)
         tokens = np.asarray(question.tokens, np.int32)
-        by_layer = [np.empty((0, 0, 0), np.float32)] * len(memory.layout.layers)
         with _kept(self._session):
-            start = memory.n_tokens
-            memory.port.begin_tap(layers, rows)
-            memory.decode(tokens, outputs="none", reply=True)
-            for layer, tapped in zip(layers, memory.port.end_tap(), strict=True):
-                by_layer[layer] = tapped
-            pos = np.ascontiguousarray(memory.working_set.pos[start + rows])
-        self._asked_pos = pos
-        pairs = memory.layout.pairs()
-        return Query.from_tap(memory.layout, pairs, by_layer, pos, tokens[content])
+            whole = np.concatenate([memory.tokens, tokens])
+            start, pairs = memory.n_tokens, memory.layout.pairs()
+            content = range(start + question.content.start, start + question.content.stop)
+            with QueryTap(memory, whole, content, pairs=pairs) as tap:
+                memory.decode(tokens, outputs="none", reply=True)
+                self._asked_pos = np.ascontiguousarray(memory.working_set.pos[tap.rows[0]])
+                return tap.finish()[0]
 
     def score(self, query: Query, scorer: str, *, picked: bool = False) -> Scores:
         memory = self._memory

@@ -70,13 +70,21 @@ class BlockIndex:
         self._worker.flush()
 
     def recompute(
-        self, working_set: WorkingSet, pairs: Sequence[tuple[int, int]], slice_tokens: int
+        self,
+        working_set: WorkingSet,
+        pairs: Sequence[tuple[int, int]],
+        slice_tokens: int,
+        *,
+        order: NDArray[np.int64] | None = None,
     ) -> KeySummaries:
-        """New summaries of all that is summarised, made from the stored keys."""
+        """New summaries of all that is summarised, made from the stored keys.
+
+        order: which block's keys are filed under each, for a control; None for its own.
+        """
 
         def records(n_blocks: int) -> Iterator[tuple[int, NDArray[np.int32]]]:
-            """Address and positions of the stored blocks 0 .. n_blocks - 1."""
-            for block in range(n_blocks):
+            """Address and positions of each block's keys."""
+            for block in range(n_blocks) if order is None else order[:n_blocks].tolist():
                 start, stop = block * self._block_tokens, (block + 1) * self._block_tokens
                 pos = np.ascontiguousarray(working_set.pos[start:stop])
                 yield working_set.record_address(block), pos

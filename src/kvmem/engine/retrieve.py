@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from kvmem.engine.memory import Outputs, TieredMemory
 from kvmem.engine.stats import MemoryReport
 from kvmem.errors import StateError
+from kvmem.kv.layout import Pair
 from kvmem.kv.query import MAX_ROWS, Query, pick_evenly
 from kvmem.kv.scorers import DEFAULT_SCORER, ScoreInputs, Scores, run_scorer
 from kvmem.kv.select import select
@@ -31,17 +32,24 @@ class QueryTap:
     """Reads Q of chosen tokens while they are decoded, in any number of calls.
 
     tokens: the whole prompt. contents: of each query the indices of the tokens that ask; all of
-    them ascend, and none is decoded yet. They are thinned evenly, to `rows`. Use it as a context,
-    and `finish` inside.
+    them ascend, and none is decoded yet. They are thinned evenly, to `rows`. pairs: those of the
+    queries; None for those that score. Use it as a context, and `finish` inside.
     """
 
-    def __init__(self, memory: TieredMemory, tokens: I32, *contents: Sequence[int]) -> None:
+    def __init__(
+        self,
+        memory: TieredMemory,
+        tokens: I32,
+        *contents: Sequence[int],
+        pairs: Sequence[Pair] | None = None,
+    ) -> None:
         self._memory = memory
+        self._pairs = memory.summaries.pairs if pairs is None else pairs
         asked = [np.asarray(content, np.int32) for content in contents]
         self.rows: list[I32] = [one[pick_evenly(len(one), MAX_ROWS)] for one in asked]
         self._rows = np.concatenate(self.rows)
         self._words = [tokens[one] for one in asked]
-        self._layers = np.array(sorted({pair.layer for pair in memory.summaries.pairs}), np.int32)
+        self._layers = np.array(sorted({pair.layer for pair in self._pairs}), np.int32)
         self._is_open = False
 
     def __enter__(self) -> Self:
@@ -84,7 +92,7 @@ class QueryTap:
         for layer, read in zip(self._layers, tapped, strict=True):
             by_layer[layer] = read
         pos = np.ascontiguousarray(memory.working_set.pos[rows])
-        return Query.from_tap(memory.layout, memory.summaries.pairs, by_layer, pos, words)
+        return Query.from_tap(memory.layout, self._pairs, by_layer, pos, words)
 
 
 def read_query(
