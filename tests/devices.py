@@ -53,7 +53,7 @@ def bound(*, cpu: float, gpu: float) -> float:
 
 
 def n_gpus() -> int:
-    return sum(device[2] == "gpu" for device in runtime.devices())
+    return len(runtime.gpus())
 
 
 @contextmanager

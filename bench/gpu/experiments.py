@@ -160,7 +160,7 @@ def steps_per_s(p: Pool, n_rows: int = 1, n_steps: int = 24, repeats: int = 5) -
 
 
 def free_bytes() -> int:
-    return sum(device[3] for device in runtime.devices() if device[2] == "gpu")
+    return sum(gpu.free_bytes for gpu in runtime.gpus())
 
 
 def transfers(model: Model) -> Iterator[Row]:

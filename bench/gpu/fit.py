@@ -31,7 +31,7 @@ CHUNK = 512 * MIB
 
 
 def free_by_gpu() -> list[int]:
-    return [device[3] for device in runtime.devices() if device[2] == "gpu"]
+    return [gpu.free_bytes for gpu in runtime.gpus()]
 
 
 def free_bytes() -> int:

@@ -133,7 +133,8 @@ def test_a_smaller_card_is_left_of_one_gpu(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(runtime, "devices", lambda: n_gpus * [("", "", "gpu", GIB, GIB)])
+    device = runtime.Device("", "", "gpu", GIB, GIB)
+    monkeypatch.setattr(runtime, "gpus", lambda: n_gpus * [device])
     monkeypatch.setattr(sys, "argv", ["fit.py", str(tmp_path / "model.gguf")])
     with pytest.raises(SystemExit):
         fit.main()
@@ -143,7 +144,8 @@ def test_a_smaller_card_is_left_of_one_gpu(
 def test_a_card_is_not_larger_than_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process may hold what is free by now."""
     cuda = SimpleNamespace(cudaMalloc=lambda pointer, n_bytes: 2, cudaFree=lambda pointer: 0)
-    monkeypatch.setattr(runtime, "devices", lambda: [("", "", "gpu", 3 * GIB, 4 * GIB)])
+    device = runtime.Device("", "", "gpu", 3 * GIB, 4 * GIB)
+    monkeypatch.setattr(runtime, "gpus", lambda: [device])
     monkeypatch.setattr(ctypes, "CDLL", lambda name: cuda)
     with pytest.raises(RuntimeError, match="1024 MiB more than 2 GiB"), fit.card(2):
         pass

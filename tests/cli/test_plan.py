@@ -9,7 +9,7 @@ import pytest
 from kvmem.cli.app import execute
 from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine.engine import Engine
-from kvmem.engine.placement import _warn
+from kvmem.engine.facts import _warn
 from kvmem.llama import runtime
 
 ARGS = ("-c", "4096", "--kvmem-budget", "512", "--kvmem-block-tokens", "32", "--kvmem-gen-reserve")
@@ -103,9 +103,7 @@ def test_checkpoints_take_room_from_the_history(
     assert f"beside all checkpoints {left // token:,} beyond it they give way to blocks" in shown
 
 
-@pytest.mark.skipif(
-    any(kind != "cpu" for _, _, kind, _, _ in runtime.devices()), reason="there is a GPU"
-)
+@pytest.mark.skipif(bool(runtime.gpus()), reason="there is a GPU")
 def test_layers_for_a_gpu_that_is_not_there(
     tiny_llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,7 +114,7 @@ def test_layers_for_a_gpu_that_is_not_there(
         assert capsys.readouterr().err == ""
     assert execute([*args, "-ngl", "20"]) == 0
     assert capsys.readouterr().err == (
-        "W kvmem.engine.placement: -ngl 20 has no effect: this machine or this build has no GPU\n"
+        "W kvmem.engine.facts: -ngl 20 has no effect: this machine or this build has no GPU\n"
     )
 
 

@@ -47,8 +47,9 @@ except Exception:
 
 
 def test_devices_and_system_info_are_told() -> None:
-    kinds = [device[2] for device in runtime.devices()]
-    assert "cpu" in kinds
-    assert all(0 <= free <= total for _, _, _, free, total in runtime.devices())
+    devices = runtime.devices()
+    assert "cpu" in {device.kind for device in devices}
+    assert all(0 <= device.free_bytes <= device.total_bytes for device in devices)
+    assert all(gpu.kind.endswith("gpu") for gpu in runtime.gpus())
     assert runtime.system_info()
     runtime.ensure_started()  # a second time does nothing

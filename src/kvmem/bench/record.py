@@ -38,7 +38,7 @@ def environment(model: Path | None, settings: dict[str, Any], bench: str = "") -
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 2),
-        "gpus": [device[1] for device in runtime.devices() if device[2] == "gpu"],
+        "gpus": [gpu.description for gpu in runtime.gpus()],
         "driver": _driver(),
         "build": runtime.system_info(),
         "model": None if model is None else model.name,
@@ -74,7 +74,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def gpu_used_bytes() -> int:
     """Memory in use on all GPUs, by whatever program; 0 without one."""
-    return sum(device[4] - device[3] for device in runtime.devices() if device[2] == "gpu")
+    return sum(gpu.total_bytes - gpu.free_bytes for gpu in runtime.gpus())
 
 
 def _driver() -> str | None:

@@ -14,8 +14,7 @@ from kvmem.config import EngineConfig, MemoryFacts, Place, PoolSizes
 from kvmem.engine.calibration import Found, find
 from kvmem.engine.checkpoint import MAX_CHECKPOINTS
 from kvmem.engine.engine import Engine
-from kvmem.engine.facts import memory_facts
-from kvmem.engine.placement import warn_without_gpu
+from kvmem.engine.facts import memory_facts, warn_without_gpu
 from kvmem.llama.model import Model
 
 __all__ = ["Plan", "make_plan", "plan", "plan_of", "render_plan"]

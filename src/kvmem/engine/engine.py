@@ -10,10 +10,9 @@ from kvmem.config import EngineConfig, MemoryFacts, ModelConfig, PoolSizes
 from kvmem.engine.calibration import Found, find
 from kvmem.engine.conversations import Conversations
 from kvmem.engine.draft import Drafter, make_drafter
-from kvmem.engine.facts import context_settings, memory_facts
+from kvmem.engine.facts import context_settings, memory_facts, warn_without_gpu
 from kvmem.engine.fit import make_fitting
 from kvmem.engine.memory import Memory, PlainMemory, TieredMemory
-from kvmem.engine.placement import warn_without_gpu
 from kvmem.engine.session import Session
 from kvmem.engine.turns import Turns
 from kvmem.errors import ConfigError, StateError

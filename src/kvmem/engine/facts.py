@@ -3,12 +3,14 @@
 The model as it is loaded, and the machine as it is now.
 """
 
+import logging
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvmem.config import EngineConfig, MemoryConfig, MemoryFacts, Place
+from kvmem.config import EngineConfig, MemoryConfig, MemoryFacts, ModelConfig, Place
 from kvmem.engine.calibration import Calibration, scoring
 from kvmem.kv.layout import KV_TYPES, KvLayout
 from kvmem.kv.slabs import record_bytes
@@ -19,7 +21,14 @@ from kvmem.llama.memory import LlamaPort
 from kvmem.llama.model import Model
 from kvmem.sizes import largest_pool, workspace_of
 
-__all__ = ["Probe", "context_settings", "host_bytes_per_token", "memory_facts", "probe"]
+__all__ = [
+    "Probe",
+    "context_settings",
+    "host_bytes_per_token",
+    "memory_facts",
+    "probe",
+    "warn_without_gpu",
+]
 
 # Beside the record: tokens, positions and the token index of each token, the version of each block.
 TOKEN_BYTES = 20 + 4
@@ -34,6 +43,8 @@ STAGING_BYTES = 64 << 20
 MOST_TOKENS = 1 << 21
 # Times that the graphs of a pool are measured, each closer to the largest that fits.
 N_MEASURES = 3
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,12 +244,27 @@ def _between(below: Place, above: Place, low: int, high: int) -> Place:
 
 def _plain_place(config: EngineConfig, kv_bytes: int, free: int, total: int) -> Place:
     """Of plain llama.cpp: the whole cache, on the GPUs if there are some."""
-    gpus = [device for device in runtime.devices() if device[2] == "gpu"]
+    gpus = runtime.gpus()
     name = ""
     if gpus and config.model.n_gpu_layers != 0:
-        name = gpus[0][0]
-        free, total = sum(gpu[3] for gpu in gpus), sum(gpu[4] for gpu in gpus)
+        name = gpus[0].name
+        free = sum(gpu.free_bytes for gpu in gpus)
+        total = sum(gpu.total_bytes for gpu in gpus)
     return Place(name=name, free_bytes=free, total_bytes=total, kv_bytes_per_token=kv_bytes)
+
+
+def warn_without_gpu(model: ModelConfig) -> None:
+    """A line where a number of layers was asked for; all of them means what there is."""
+    if model.n_gpu_layers > 0:
+        _warn(model.n_gpu_layers)
+
+
+@cache  # once for a process that opens several engines
+def _warn(n_layers: int) -> None:
+    if not runtime.gpus():
+        _log.warning(
+            "n_gpu_layers=%d has no effect: this machine or this build has no GPU", n_layers
+        )
 
 
 def _estimate_kv_bytes(model: Model, memory: MemoryConfig) -> int:

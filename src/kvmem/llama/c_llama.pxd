@@ -161,6 +161,7 @@ cdef extern from "ggml-backend.h" nogil:
     ctypedef enum device_type "enum ggml_backend_dev_type":
         GGML_BACKEND_DEVICE_TYPE_CPU
         GGML_BACKEND_DEVICE_TYPE_GPU
+        GGML_BACKEND_DEVICE_TYPE_IGPU
     ctypedef struct ggml_backend_reg
     ctypedef ggml_backend_reg *ggml_backend_reg_t
     ggml_backend_reg_t ggml_backend_load(const char *path)

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 from kvmem.errors import EngineError
 from kvmem.llama cimport c_bridge
@@ -10,7 +11,15 @@ from kvmem.llama cimport c_llama as c
 from kvmem.llama import log
 from kvmem.llama.backends import choose_backends
 
-__all__ = ["KV_TYPES", "build_number", "devices", "ensure_started", "system_info"]
+__all__ = [
+    "KV_TYPES",
+    "Device",
+    "build_number",
+    "devices",
+    "ensure_started",
+    "gpus",
+    "system_info",
+]
 
 # name -> ggml_type: the KV types that kvmem offers
 KV_TYPES = {
@@ -20,6 +29,17 @@ KV_TYPES = {
     "q5_0": <int>c.GGML_TYPE_Q5_0,
     "q4_0": <int>c.GGML_TYPE_Q4_0,
 }
+
+
+class Device(NamedTuple):
+    """A compute device. kind: "cpu", "gpu", "integrated gpu" or "other"."""
+
+    name: str
+    description: str
+    kind: str
+    free_bytes: int
+    total_bytes: int
+
 
 _lock = Lock()
 _started = False
@@ -52,10 +72,7 @@ def ensure_started():
 
 
 def devices():
-    """Each compute device as (name, description, kind, free bytes, total bytes).
-
-    kind is "cpu", "gpu" or "other".
-    """
+    """Each compute device."""
     cdef size_t free = 0
     cdef size_t total = 0
     cdef c.ggml_backend_dev_t device
@@ -67,11 +84,23 @@ def devices():
         kind = {
             <int>c.GGML_BACKEND_DEVICE_TYPE_CPU: "cpu",
             <int>c.GGML_BACKEND_DEVICE_TYPE_GPU: "gpu",
+            <int>c.GGML_BACKEND_DEVICE_TYPE_IGPU: "integrated gpu",
         }.get(<int>c.device_get_type(device), "other")
         name = c.ggml_backend_dev_name(device).decode()
         description = c.ggml_backend_dev_description(device).decode()
-        found.append((name, description, kind, free, total))
+        found.append(Device(name, description, kind, free, total))
     return found
+
+
+def gpus():
+    """The devices that layers may lie on.
+
+    An integrated GPU is one where there is no other, although its memory is the machine's.
+    Source: llama.cpp's llama_prepare_model_devices.
+    """
+    found = devices()
+    own = [device for device in found if device.kind == "gpu"]
+    return own or [device for device in found if device.kind == "integrated gpu"]
 
 
 def build_number():
