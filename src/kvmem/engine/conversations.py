@@ -254,11 +254,7 @@ class Conversations:
         for one in self.parked:  # what left without a token
             if not one.n_tokens:
                 self._forget(one)
-        report.blocks_in += transfer.n_in
-        report.blocks_out += transfer.n_out
-        report.blocks_kept += transfer.n_kept
-        report.bytes_in += transfer.bytes_in
-        report.bytes_out += transfer.bytes_out
+        report.count(transfer)
 
     def _branch(self, source: Conversation, n_tokens: int) -> Conversation:
         """A branch. Where there is no room for one beside what must not leave, the conversation on

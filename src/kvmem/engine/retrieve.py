@@ -195,9 +195,4 @@ def apply(memory: TieredMemory, selection: I32, report: MemoryReport) -> None:
         else:  # nothing has to leave
             memory.try_seal()
         transfer = memory.working_set.apply(selection)
-    report.blocks_in += transfer.n_in
-    report.blocks_out += transfer.n_out
-    report.blocks_kept += transfer.n_kept
-    report.blocks_moved += transfer.n_moved
-    report.bytes_in += transfer.bytes_in
-    report.bytes_out += transfer.bytes_out
+    report.count(transfer)

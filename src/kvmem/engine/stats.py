@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from kvmem.kv.transfer import Transfer
+
 __all__ = ["ConversationUse", "Decision", "MemoryReport", "PhaseTimes", "RequestStats"]
 
 # How the working set of a request was found; docs/memory.md says when each one happens.
@@ -95,6 +97,15 @@ class MemoryReport:
     checkpoint_bytes: int = 0  # of host_bytes
     notes: list[str] = field(default_factory=list)  # what should not stay unsaid
     times: PhaseTimes = field(default_factory=PhaseTimes)
+
+    def count(self, transfer: Transfer) -> None:
+        """What moved on top of what did before."""
+        self.blocks_in += transfer.n_in
+        self.blocks_out += transfer.n_out
+        self.blocks_kept += transfer.n_kept
+        self.blocks_moved += transfer.n_moved
+        self.bytes_in += transfer.bytes_in
+        self.bytes_out += transfer.bytes_out
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
