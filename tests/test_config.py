@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvmem.config import MemoryConfig, MemoryFacts, ModelConfig, Place, PoolSizes, ServerConfig
+from kvmem.config import MemoryConfig, ModelConfig, ServerConfig
 from kvmem.errors import ConfigError
+from kvmem.sizes import MemoryFacts, Place, PoolSizes, resolve
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -102,7 +103,7 @@ def test_a_budget_between_two_blocks_is_floored_with_a_warning(
 
 
 def sizes(facts: MemoryFacts = FACTS, **fields: Any) -> PoolSizes:
-    return MemoryConfig(**fields).resolve(facts)
+    return resolve(MemoryConfig(**fields), facts)
 
 
 def test_everything_is_visible_where_it_fits() -> None:
@@ -230,7 +231,7 @@ def test_a_given_pool_counts_what_lies_beside_it_and_no_headroom() -> None:
 
 
 def test_a_pool_is_not_larger_than_it_may_be() -> None:
-    pool = MemoryConfig(workspace_tokens=262144).resolve(on(CARD), 20_000)
+    pool = resolve(MemoryConfig(workspace_tokens=262144), on(CARD), 20_000)
     assert pool.pool_tokens == 19968
     assert pool.sources["budget_tokens"] == "auto: a larger pool did not fit"
 
@@ -245,8 +246,8 @@ def test_a_pool_that_is_chosen_is_as_large_as_it_may_be(given: dict[str, Any]) -
     config = MemoryConfig(workspace_tokens=262144, **given)
     for n_blocks in range(5, 700):
         facts = on(on_blocks(n_blocks))
-        assert config.resolve(facts).n_slots == n_blocks
-        small = config.resolve(on(on_blocks(1000)), n_blocks * 128 + 127)
+        assert resolve(config, facts).n_slots == n_blocks
+        small = resolve(config, on(on_blocks(1000)), n_blocks * 128 + 127)
         assert small.n_slots == n_blocks
         assert given or small.n_reserve_blocks == max(1, min(n_blocks // 4, 128))
 

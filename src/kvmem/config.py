@@ -1,6 +1,6 @@
-"""Settings: frozen dataclasses that check themselves, and the sizes that follow from them.
+"""Settings: frozen dataclasses that check themselves.
 
-A field that is None is chosen later, from the model and the free memory, by `MemoryConfig.resolve`.
+A field that is None is chosen later, from the model and the free memory, by `sizes.resolve`.
 Every broken rule raises ConfigError with the setting, its value and the rule.
 """
 
@@ -12,7 +12,6 @@ from typing import Literal, get_args
 
 from kvmem.errors import ConfigError
 from kvmem.server_config import ServerConfig
-from kvmem.sizes import MemoryFacts, Place, PoolSizes, resolve
 
 __all__ = [
     "DraftConfig",
@@ -21,10 +20,7 @@ __all__ = [
     "FlashAttention",
     "KvType",
     "MemoryConfig",
-    "MemoryFacts",
     "ModelConfig",
-    "Place",
-    "PoolSizes",
     "QueryPolicy",
     "QueryReplay",
     "Scorer",
@@ -236,19 +232,6 @@ class MemoryConfig:
     def reserve_blocks(self) -> int | None:
         """Blocks of the reserve; None while it is to be chosen."""
         return None if self.reserve_tokens is None else self.reserve_tokens // self.block_tokens
-
-    def resolve(self, facts: MemoryFacts, most_tokens: int | None = None) -> PoolSizes:
-        """Choose what was left to us. Raises ConfigError where the machine cannot give it.
-
-        most_tokens: a pool that is chosen is not larger.
-        """
-        if self.workspace_tokens is not None and self.workspace_tokens > facts.trained_tokens:
-            _log.warning(
-                "workspace_tokens=%d is above the %d tokens that the model was trained for",
-                self.workspace_tokens,
-                facts.trained_tokens,
-            )
-        return resolve(self, facts, most_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,14 +2,12 @@
 open follow from what is free, and every number says where it is from.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from kvmem.config import MemoryConfig
 from kvmem.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvmem.config import MemoryConfig
 
 __all__ = ["MemoryFacts", "Place", "PoolSizes", "largest_pool", "resolve", "workspace_of"]
 
@@ -22,6 +20,8 @@ GIB = 1 << 30
 # libraries, and other programs.
 HEADROOM_BYTES = 256 << 20
 HEADROOM_FRACTION = 0.02
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,11 +150,11 @@ class PoolSizes:
         return self.n_slots * self.block_tokens
 
 
-def workspace_of(config: "MemoryConfig", trained_tokens: int) -> int:
+def workspace_of(config: MemoryConfig, trained_tokens: int) -> int:
     return config.workspace_tokens or trained_tokens
 
 
-def largest_pool(config: "MemoryConfig", trained_tokens: int) -> int:
+def largest_pool(config: MemoryConfig, trained_tokens: int) -> int:
     """Tokens of the largest pool that `resolve` may choose, whatever is free."""
     whole = _whole_blocks(config, workspace_of(config, trained_tokens))
     budget = config.budget_blocks or whole
@@ -162,15 +162,19 @@ def largest_pool(config: "MemoryConfig", trained_tokens: int) -> int:
     return (budget + reserve) * config.block_tokens
 
 
-def resolve(
-    config: "MemoryConfig", facts: MemoryFacts, most_tokens: int | None = None
-) -> PoolSizes:
+def resolve(config: MemoryConfig, facts: MemoryFacts, most_tokens: int | None = None) -> PoolSizes:
     """Choose what was left to us. Raises ConfigError where the machine cannot give it.
 
     most_tokens: a pool that is chosen is not larger.
     """
     sources: dict[str, str] = {"workspace_tokens": "given"}
     workspace = workspace_of(config, facts.trained_tokens)
+    if workspace > facts.trained_tokens:
+        _log.warning(
+            "workspace_tokens=%d is above the %d tokens that the model was trained for",
+            workspace,
+            facts.trained_tokens,
+        )
     if config.workspace_tokens is None:
         sources["workspace_tokens"] = "auto: the trained length"
     budget, reserve = _resolve_pool(config, workspace, facts, most_tokens, sources)
@@ -197,7 +201,7 @@ def resolve(
 
 
 def _resolve_pool(
-    config: "MemoryConfig",
+    config: MemoryConfig,
     workspace: int,
     facts: MemoryFacts,
     most_tokens: int | None,
@@ -271,7 +275,7 @@ def _resolve_pool(
 
 
 def _check_room(
-    config: "MemoryConfig", place: Place, pool_tokens: int, *, is_automatic: bool
+    config: MemoryConfig, place: Place, pool_tokens: int, *, is_automatic: bool
 ) -> None:
     """A GPU without cells has no say in the pool, but its own buffers."""
     needed, what = place.bytes_beside(pool_tokens), "for buffers"
@@ -287,22 +291,22 @@ def _check_room(
         )
 
 
-def _whole_blocks(config: "MemoryConfig", workspace: int) -> int:
+def _whole_blocks(config: MemoryConfig, workspace: int) -> int:
     """A budget for all of it: beside the sink and the block that is written, one to look back."""
     return max(-(-workspace // config.block_tokens), config.n_sink_blocks + 2)
 
 
-def _auto_reserve(config: "MemoryConfig", budget: int, whole: int) -> int:
+def _auto_reserve(config: MemoryConfig, budget: int, whole: int) -> int:
     return 1 if budget >= whole else _quarter(config, budget * 4 // 3)
 
 
-def _quarter(config: "MemoryConfig", pool_blocks: int) -> int:
+def _quarter(config: MemoryConfig, pool_blocks: int) -> int:
     """A quarter of the pool, at least a block, at most 16,384 tokens."""
     return max(1, min(pool_blocks // 4, MAX_AUTO_RESERVE_TOKENS // config.block_tokens))
 
 
 def _resolve_host(
-    config: "MemoryConfig", facts: MemoryFacts, pool_tokens: int, sources: dict[str, str]
+    config: MemoryConfig, facts: MemoryFacts, pool_tokens: int, sources: dict[str, str]
 ) -> int:
     least = config.block_tokens * facts.host_bytes_per_token
     if config.host_limit_bytes is not None:

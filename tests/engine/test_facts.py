@@ -9,11 +9,12 @@ import pytest
 from engines import make_config
 
 from kvmem.cli.plan import make_plan
-from kvmem.config import EngineConfig, MemoryConfig, MemoryFacts, ModelConfig, Place, PoolSizes
+from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine import facts
 from kvmem.engine.facts import _Measure
 from kvmem.engine.fit import _smaller
 from kvmem.llama.context import Share
+from kvmem.sizes import MemoryFacts, Place, PoolSizes, resolve
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -132,7 +133,7 @@ def test_a_pool_that_does_not_fit_shrinks_to_the_least(n_blocks: int) -> None:
         free_host_bytes=GIB,
         host_bytes=GIB,
     )
-    sizes: PoolSizes | None = config.memory.resolve(found)
+    sizes: PoolSizes | None = resolve(config.memory, found)
     tried: list[int] = []
     while sizes is not None:
         assert not tried or tried[-1] * 7 // 8 == sizes.n_slots < tried[-1]

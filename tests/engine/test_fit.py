@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from engines import ask, log_records, make_config, random_tokens, record
 
-from kvmem.config import PoolSizes
 from kvmem.engine import engine as engine_module
 from kvmem.engine.engine import Engine
 from kvmem.engine.fit import advice, make_fitting, run_largest
 from kvmem.engine.memory import Memory
 from kvmem.errors import CapacityError, DecodeError
 from kvmem.llama.context import Context, Share
+from kvmem.sizes import PoolSizes
 
 
 @pytest.mark.usefixtures("device")

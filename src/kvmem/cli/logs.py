@@ -13,7 +13,7 @@ __all__ = ["LogFormat", "complain", "say", "set_up", "show_requests"]
 LogFormat = Literal["text", "json"]
 
 SAID = "kvmem.start"
-OF_SETTINGS = ("kvmem.config", "kvmem.engine.facts")
+OF_SETTINGS = ("kvmem.config", "kvmem.sizes", "kvmem.engine.facts")
 
 
 class _Text(logging.Formatter):

@@ -10,12 +10,13 @@ from typer import Option
 from kvmem.cli import logs, show
 from kvmem.cli.options import EngineOptions
 from kvmem.cli.takes import takes
-from kvmem.config import EngineConfig, MemoryFacts, Place, PoolSizes
+from kvmem.config import EngineConfig
 from kvmem.engine.calibration import Found, find
 from kvmem.engine.checkpoint import MAX_CHECKPOINTS
 from kvmem.engine.engine import Engine
 from kvmem.engine.facts import memory_facts, warn_without_gpu
 from kvmem.llama.model import Model
+from kvmem.sizes import MemoryFacts, Place, PoolSizes, resolve
 
 __all__ = ["Plan", "make_plan", "plan", "plan_of", "render_plan"]
 
@@ -159,7 +160,7 @@ def make_plan(config: EngineConfig) -> Plan:
             model=_describe(model),
             weight_bytes=model.size_bytes,
             facts=facts,
-            sizes=config.memory.resolve(facts),
+            sizes=resolve(config.memory, facts),
             calibration=calibration,
         )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvmem.config import EngineConfig, MemoryFacts, ModelConfig, PoolSizes
+from kvmem.config import EngineConfig, ModelConfig
 from kvmem.engine.calibration import Found, find
 from kvmem.engine.conversations import Conversations
 from kvmem.engine.draft import Drafter, make_drafter
@@ -19,6 +19,7 @@ from kvmem.errors import ConfigError, StateError
 from kvmem.llama.context import Context
 from kvmem.llama.model import Model
 from kvmem.llama.vocab import Vocab
+from kvmem.sizes import MemoryFacts, PoolSizes
 
 __all__ = ["Engine"]
 

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvmem.config import EngineConfig, MemoryConfig, MemoryFacts, ModelConfig, Place
+from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine.calibration import Calibration, scoring
 from kvmem.kv.layout import KV_TYPES, KvLayout
 from kvmem.kv.slabs import record_bytes
@@ -19,7 +19,7 @@ from kvmem.llama.context import Context, Share, shares_of
 from kvmem.llama.draft import DraftContext
 from kvmem.llama.memory import LlamaPort
 from kvmem.llama.model import Model
-from kvmem.sizes import largest_pool, workspace_of
+from kvmem.sizes import MemoryFacts, Place, largest_pool, workspace_of
 
 __all__ = [
     "Probe",
@@ -126,7 +126,7 @@ def memory_facts(
     *,
     placed: Model | None = None,
 ) -> MemoryFacts:
-    """Facts for MemoryConfig.resolve.
+    """Facts for sizes.resolve.
 
     placed: the model as a start would load it, dry, where `model` is not loaded like that.
 

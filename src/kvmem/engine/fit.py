@@ -5,10 +5,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvmem.config import EngineConfig, MemoryFacts, PoolSizes
+from kvmem.config import EngineConfig
 from kvmem.engine.memory import Memory, TieredMemory
 from kvmem.errors import CapacityError, ConfigError, DecodeError, HostCapacityError
 from kvmem.llama.model import Model
+from kvmem.sizes import MemoryFacts, PoolSizes, resolve
 
 __all__ = ["advice", "make_fitting", "run_largest"]
 
@@ -27,7 +28,7 @@ def make_fitting(
     Raises CapacityError that says what to ask for instead.
     """
     is_automatic = config.memory.enabled and config.memory.budget_tokens is None
-    sizes = config.memory.resolve(facts)
+    sizes = resolve(config.memory, facts)
     while True:
         try:
             return sizes, _tried(make(sizes))
@@ -61,7 +62,7 @@ def _tried(memory: Memory) -> Memory:
 def _smaller(config: EngineConfig, facts: MemoryFacts, sizes: PoolSizes) -> PoolSizes | None:
     """The next pool to try; None where there is none."""
     try:
-        found = config.memory.resolve(facts, sizes.pool_tokens * 7 // 8)
+        found = resolve(config.memory, facts, sizes.pool_tokens * 7 // 8)
     except ConfigError:
         return None
     return found if found.n_budget_blocks >= 2 and found.n_slots < sizes.n_slots else None

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmem.config import MemoryConfig, PoolSizes
+from kvmem.config import MemoryConfig
 from kvmem.engine.calibration import Calibration, Scoring, scoring
 from kvmem.engine.check import check_memory
 from kvmem.engine.checkpoint import Checkpoints
@@ -32,6 +32,7 @@ from kvmem.kv.working_set import WorkingSet
 from kvmem.llama.context import CancelToken, Context
 from kvmem.llama.memory import LlamaPort
 from kvmem.llama.state import state_bytes
+from kvmem.sizes import PoolSizes
 
 __all__ = ["Memory", "Outputs", "PlainMemory", "TieredMemory"]
 
