@@ -12,7 +12,7 @@ from kvmem.engine.conversations import Conversations
 from kvmem.engine.draft import Drafter, make_drafter
 from kvmem.engine.facts import context_settings, memory_facts, warn_without_gpu
 from kvmem.engine.fit import make_fitting
-from kvmem.engine.memory import Memory, PlainMemory, TieredMemory
+from kvmem.engine.memory import Memory, PlainMemory, TieredMemory, as_tiered
 from kvmem.engine.session import Session
 from kvmem.engine.turns import Turns
 from kvmem.errors import ConfigError, StateError
@@ -109,10 +109,7 @@ class Engine:
     @property
     def tiered(self) -> TieredMemory:
         """The memory, where it is tiered. Raises StateError with --no-kvmem."""
-        memory = self.memory
-        if isinstance(memory, PlainMemory):
-            raise StateError("KV memory is off")
-        return memory
+        return as_tiered(self.memory)
 
     @property
     def n_ctx(self) -> int:

@@ -34,7 +34,7 @@ from kvmem.llama.memory import LlamaPort
 from kvmem.llama.state import state_bytes
 from kvmem.sizes import PoolSizes
 
-__all__ = ["Memory", "Outputs", "PlainMemory", "TieredMemory"]
+__all__ = ["Memory", "Outputs", "PlainMemory", "TieredMemory", "as_tiered"]
 
 # Some three seconds of prefill on a GPU, against 150 MiB of host memory a checkpoint.
 CHECKPOINT_GAP_TOKENS = 8192
@@ -484,3 +484,10 @@ class TieredMemory:
 
 
 Memory = PlainMemory | TieredMemory
+
+
+def as_tiered(memory: Memory) -> TieredMemory:
+    """The same, where it is tiered. Raises StateError with --no-kvmem."""
+    if isinstance(memory, PlainMemory):
+        raise StateError("KV memory is off")
+    return memory

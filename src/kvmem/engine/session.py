@@ -14,7 +14,7 @@ from kvmem.engine import retrieve
 from kvmem.engine.conversations import Conversations, common_prefix
 from kvmem.engine.decode import decode_reply
 from kvmem.engine.events import Done, Event, PromptProgress
-from kvmem.engine.memory import Memory, PlainMemory, TieredMemory
+from kvmem.engine.memory import Memory, PlainMemory, TieredMemory, as_tiered
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.reading import PromptReader
 from kvmem.engine.sampling import GenerateParams
@@ -84,10 +84,7 @@ class Session:
     @property
     def tiered(self) -> TieredMemory:
         """The memory, where it is tiered. Raises StateError with --no-kvmem."""
-        memory = self.memory
-        if isinstance(memory, PlainMemory):
-            raise StateError("KV memory is off")
-        return memory
+        return as_tiered(self.memory)
 
     @contextmanager
     def _alone(self) -> Iterator[Memory]:
