@@ -260,8 +260,7 @@ static void kv_softmax_run(kv_dot dot, const int8_t * keys, const uint16_t * sca
 
 // score[s] += sum over rows of (e[row][s] * factor[row])^power, for one run.
 KV_CLONES
-static void kv_add_powers(
-        const float * e, int n_rows, int width, const float * factor, int power, float * score) {
+static void kv_add_powers(const float * e, int n_rows, int width, const float * factor, int power, float * score) {
     for (int row = 0; row < n_rows; ++row) {
         const float * x = e + (size_t) row * width;
         const float   f = factor[row];
