@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -63,6 +64,16 @@ def device(request: pytest.FixtureRequest) -> Iterator[devices.Device]:
         pytest.skip("this build of llama.cpp shows no GPU; `make test-gpu` builds one that does")
     with devices.running_on(request.param) as current:
         yield current
+
+
+@pytest.fixture(autouse=True)
+def logs_of_a_library() -> Iterator[None]:
+    """What a command in this process has set up ends with its test: it holds the test's stderr."""
+    yield
+    logger = logging.getLogger("kvmem")
+    logger.handlers, logger.propagate = [logging.NullHandler()], True
+    logger.setLevel(logging.NOTSET)
+    logging.getLogger("kvmem.llama").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

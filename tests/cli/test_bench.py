@@ -63,6 +63,16 @@ def test_speed_prints_each_system_beside_the_others(
         assert word in out
 
 
+def test_a_floored_budget_is_warned_of(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--prompts", "1", "--turns", "2", "--reply", "2"]
+    sizes += ["--kvmem-budget", "500", "--kvmem-block-tokens", "32"]
+    assert execute(["bench", "turns", "-m", str(tiny_llama), "-t", "1", *sizes]) == 0
+    line = "W kvmem.config: --kvmem-budget 500 is no multiple of --kvmem-block-tokens 32; using 480"
+    assert capsys.readouterr().err.splitlines() == [line]
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

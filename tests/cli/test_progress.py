@@ -2,10 +2,11 @@
 
 import pytest
 
-from kvmem.cli import progress
+from kvmem.cli import logs, progress
 
 
 def test_what_is_short_stays_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.set_up(verbose=False)
     with progress.progress() as report:
         report("questions", 1, 2)
     assert capsys.readouterr().err == ""
@@ -14,6 +15,7 @@ def test_what_is_short_stays_silent(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bytes_are_told_with_their_unit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    logs.set_up(verbose=False)
     monkeypatch.setattr(progress, "EVERY_S", 0.0)
     with progress.progress(unit_bytes=True) as report:
         report("downloading", 3 << 19, 3 << 20)

@@ -83,6 +83,7 @@ def execute(args: Sequence[str]) -> int:
         )
         if stray is not None:
             return _fail(stray, faults.USAGE)
+    logs.set_up(verbose=False)  # a command with -v does it again
     try:
         result = command.main(args=list(args), prog_name="kvmem", standalone_mode=False)
     except typer.TyperException as error:

@@ -97,7 +97,7 @@ def calibrate_missing(config: EngineConfig, tell: Callable[[float], object]) -> 
     spec = CalibrationSpec(model=config.model, memory=config.memory)
     tell(0.0)
     logs.say(f"calibrating {config.model.path}")
-    with progress(say=logs.say) as report:
+    with progress() as report:
 
         def step(what: str, done: int, total: int) -> None:
             report(what, done, total)

@@ -17,6 +17,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from kvmem.cli import logs
 from kvmem.cli.show import size
 
 Report = Callable[[str, int, int], None]
@@ -34,17 +35,13 @@ def table_console(*, quiet: bool = False) -> Console:
     return Console(highlight=False, quiet=quiet, width=None if sys.stdout.isatty() else WIDE)
 
 
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 @contextlib.contextmanager
-def progress(*, unit_bytes: bool = False, say: Callable[[str], object] = say) -> Iterator[Report]:
+def progress(*, unit_bytes: bool = False) -> Iterator[Report]:
     """A function that shows one bar for each thing that is reported to it; where there is no
     terminal it says how far that is.
     """
     if not sys.stderr.isatty():
-        yield _lines(say, unit_bytes=unit_bytes)
+        yield _lines(unit_bytes=unit_bytes)
         return
     amount: ProgressColumn = DownloadColumn() if unit_bytes else MofNCompleteColumn()
     bars = Progress(
@@ -66,7 +63,7 @@ def progress(*, unit_bytes: bool = False, say: Callable[[str], object] = say) ->
         yield report
 
 
-def _lines(say: Callable[[str], object], *, unit_bytes: bool) -> Report:
+def _lines(*, unit_bytes: bool) -> Report:
     last = monotonic()
     show = size if unit_bytes else str
 
@@ -74,6 +71,6 @@ def _lines(say: Callable[[str], object], *, unit_bytes: bool) -> Report:
         nonlocal last
         if monotonic() - last >= EVERY_S:
             last = monotonic()
-            say(f"{what}: {show(done)} of {show(total)}")
+            logs.say(f"{what}: {show(done)} of {show(total)}")
 
     return report
