@@ -11,12 +11,12 @@ from kvmem.bench.calibrate import Calibrated, CalibrationSpec, calibrate, discar
 from kvmem.bench.generators.office import Office
 from kvmem.bench.history import EngineHistory
 from kvmem.bench.pairs import Picked
+from kvmem.bench.progress import Report
 from kvmem.bench.twin import scored_slices
 from kvmem.bench.workload import WorkloadSpec, make_prompt
 from kvmem.cli import logs
 from kvmem.cli.app import execute
 from kvmem.cli.calibrate import calibrate_missing
-from kvmem.cli.progress import Report
 from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine.calibration import Calibration, find
 from kvmem.engine.engine import Engine

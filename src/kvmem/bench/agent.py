@@ -10,12 +10,13 @@ speaks OpenAI's chat completions (`kvmem.bench.client`).
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal, get_args
 
+from kvmem.bench.progress import Report, silent
 from kvmem.bench.record import gpu_used_bytes
 from kvmem.bench.speed import make_text
 from kvmem.bench.speed_systems import OPENING_TOKENS
@@ -35,7 +36,6 @@ __all__ = [
     "AgentSpec",
     "AgentSummary",
     "AgentSystem",
-    "Report",
     "Task",
     "run_agent",
     "summarise_agent",
@@ -43,7 +43,6 @@ __all__ = [
 
 Task = Literal["tools", "chat"]
 AgentSystem = Literal["kvmem", "stock", "server"]
-Report = Callable[[str, int, int], None]
 
 TASKS: Final[tuple[Task, ...]] = get_args(Task)
 QUESTION_TOKENS: Final = 64
@@ -204,9 +203,7 @@ class AgentSummary:
         return self.overall_per_s / self.initial_per_s
 
 
-def run_agent(
-    spec: AgentSpec, *, report: Report = lambda what, done, total: None
-) -> Iterator[AgentRecord]:
+def run_agent(spec: AgentSpec, *, report: Report = silent) -> Iterator[AgentRecord]:
     """Play the task in this process."""
     before = gpu_used_bytes()
     _forget_peak()

@@ -7,7 +7,7 @@ arrives: made while only the first and the newest blocks are visible.
 import hashlib
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +20,7 @@ from kvmem.bench.conversations import read_conversations
 from kvmem.bench.generators.catalogue import GENERATORS
 from kvmem.bench.history import EngineHistory, position_scores
 from kvmem.bench.pairs import Evidence, Picked, pick_pairs
+from kvmem.bench.progress import Report, silent
 from kvmem.bench.record import version
 from kvmem.bench.twin import scored_slices
 from kvmem.bench.workload import Prompt, WorkloadSpec, make_prompts
@@ -31,8 +32,6 @@ from kvmem.errors import ConfigError
 from kvmem.paths import cache_folder
 
 __all__ = ["Calibrated", "CalibrationSpec", "calibrate", "discard", "store"]
-
-Report = Callable[[str, int, int], None]
 
 EVIDENCE: Final = "rows centred, each pair divided by its sum, five paraphrased questions"
 """What is kept of a history; another text makes what was kept before useless."""
@@ -116,9 +115,7 @@ class Calibrated:
         return self.picked.recall >= self.picked.recall_whole
 
 
-def calibrate(
-    spec: CalibrationSpec, *, report: Report = lambda what, done, total: None
-) -> Calibrated:
+def calibrate(spec: CalibrationSpec, *, report: Report = silent) -> Calibrated:
     """Read the histories, pick the pairs. What was read is kept until it is discarded: a second
     call after an interrupt goes on where the first one stopped.
 

@@ -6,8 +6,9 @@ import json
 import random
 from collections.abc import Iterator
 
-from kvmem.bench.agent import CODE_REQUEST, AgentRecord, AgentSpec, Report
+from kvmem.bench.agent import CODE_REQUEST, AgentRecord, AgentSpec
 from kvmem.bench.generators.harbor import Harbor
+from kvmem.bench.progress import Report, silent
 from kvmem.bench.wire import Message, Wire, make_characters, open_wire
 
 __all__ = ["run_remote"]
@@ -18,7 +19,7 @@ def run_remote(
     url: str,
     *,
     api_key: str | None = None,
-    report: Report = lambda what, done, total: None,
+    report: Report = silent,
 ) -> Iterator[AgentRecord]:
     """Play the task against the server at `url`, such as http://127.0.0.1:8080.
 

@@ -12,6 +12,7 @@ from time import perf_counter
 from kvmem.bench.generators.harbor import Harbor
 from kvmem.bench.history import EngineHistory, position_scores
 from kvmem.bench.metrics import gold_blocks, states
+from kvmem.bench.progress import Report, silent
 from kvmem.bench.workload import Prompt, Question, WorkloadSpec, make_prompt
 from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine import prompt as engine_prompt
@@ -23,8 +24,6 @@ from kvmem.engine.session import Session
 from kvmem.engine.stats import RequestStats
 
 __all__ = ["Asked", "DemoSpec", "Result", "Sight", "run_demo", "strip"]
-
-Report = Callable[[str, int, int], None]
 
 ANSWER_TOKENS = 24
 READ_TOKENS = 256
@@ -105,7 +104,7 @@ class Result:
 def run_demo(
     spec: DemoSpec,
     *,
-    report: Report = lambda what, done, total: None,
+    report: Report = silent,
     on_asked: Callable[[Asked, int], None] = lambda asked, n_blocks: None,
 ) -> Iterator[Result]:
     """Results of kvmem, recency and the full cache. on_asked: each answer of kvmem as it comes."""

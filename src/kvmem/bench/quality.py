@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from kvmem.bench import metrics
 from kvmem.bench.history import EXACT_MASS, Answerer, HistoryUnderTest, position_scores
+from kvmem.bench.progress import Report, silent
 from kvmem.bench.workload import Prompt, Question
 from kvmem.kv.query import Query
 from kvmem.kv.scorers import Scores
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
-Report = Callable[[str, int, int], None]
 QueryKind = Literal["first", "ideal", "none"]
 
 GOLD: Final = "gold"
@@ -129,7 +129,7 @@ def measure(
     *,
     policies: Sequence[Policy] = POLICIES,
     free: bool = False,
-    report: Report = lambda what, done, total: None,
+    report: Report = silent,
 ) -> Iterator[Record]:
     """Records of all questions under all policies and references, prompt by prompt."""
     n_questions = sum(bool(q.gold) for prompt in prompts for q in prompt.questions)

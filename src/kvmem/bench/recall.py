@@ -12,6 +12,7 @@ from kvmem.bench.conversations import read_conversations
 from kvmem.bench.generators.catalogue import GENERATORS
 from kvmem.bench.history import Answerer, EngineHistory, StockHistory
 from kvmem.bench.longmemeval import read_longmemeval
+from kvmem.bench.progress import Report, silent
 from kvmem.bench.quality import CALIBRATED, POLICIES, Policy, Record, measure
 from kvmem.bench.record import environment
 from kvmem.bench.workload import Prompt, WorkloadSpec, make_prompts
@@ -21,8 +22,6 @@ from kvmem.engine.engine import Engine
 from kvmem.errors import ConfigError
 from kvmem.llama.model import Model
 from kvmem.llama.vocab import Vocab
-
-Report = Callable[[str, int, int], None]
 
 ANSWER_TOKENS: Final = 512
 """Room for a question and its answer behind the history."""
@@ -156,7 +155,7 @@ def run_recall(
     spec: RecallSpec,
     prompts: Sequence[Prompt] | None = None,
     *,
-    report: Report = lambda what, done, total: None,
+    report: Report = silent,
 ) -> Iterator[Record]:
     """Records of all questions, prompt by prompt. Loads the model twice; the weights are mapped.
 

@@ -96,12 +96,12 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def version() -> str:
-    """Of kvmem."""
+def version(otherwise: str = "not installed") -> str:
+    """Of kvmem; `otherwise` where it runs out of a checkout."""
     try:
         return metadata.version("kvmem")
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return otherwise
 
 
 def _commit() -> str | None:

@@ -8,17 +8,17 @@ import math
 import random
 import secrets
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvmem.bench.progress import Report, silent
 from kvmem.bench.wire import Answer, Message, Wire, make_characters, open_wire
 from kvmem.errors import ConfigError
 
 __all__ = ["RemoteRecord", "RemoteRow", "RemoteSpec", "remote_rows", "run_remote_speed"]
 
 Kind = Literal["cold", "warm"]
-Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ def run_remote_speed(
     url: str,
     *,
     api_key: str | None = None,
-    report: Report = lambda what, done, total: None,
+    report: Report = silent,
 ) -> Iterator[RemoteRecord]:
     """All requests of all depths.
 

@@ -27,8 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.bench.generators.harbor import Harbor
+from kvmem.bench.progress import Report, silent
 from kvmem.bench.record import gpu_used_bytes
-from kvmem.bench.speed_systems import I32, Measured, Phase, Plain, Report, Runner, Tiered
+from kvmem.bench.speed_systems import I32, Measured, Phase, Plain, Runner, Tiered
 from kvmem.bench.workload import WorkloadSpec, make_prompt
 from kvmem.config import EngineConfig, KvType, MemoryConfig, ModelConfig
 from kvmem.engine.engine import Engine
@@ -303,9 +304,7 @@ class _Loaded:
         return _request_record(name, depth, turn, read_s, stats, self.ceilings[0], in_a_row)
 
 
-def run_speed(
-    spec: SpeedSpec, *, report: Report = lambda what, done, total: None
-) -> Iterator[SpeedRecord | RequestRecord]:
+def run_speed(spec: SpeedSpec, *, report: Report = silent) -> Iterator[SpeedRecord | RequestRecord]:
     """All measurements of all depths, round by round."""
     groups: Sequence[Sequence[System]] = [[name] for name in SYSTEMS] if spec.alone else [SYSTEMS]
     for group in groups:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.bench.history import position_scores
+from kvmem.bench.progress import Report
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Done
 from kvmem.engine.memory import TieredMemory
@@ -19,10 +20,9 @@ from kvmem.engine.session import Session
 from kvmem.engine.stats import RequestStats
 from kvmem.llama.state import restore_state, save_state, state_bytes
 
-__all__ = ["I32", "OPENING_TOKENS", "Measured", "Phase", "Plain", "Report", "Runner", "Tiered"]
+__all__ = ["I32", "OPENING_TOKENS", "Measured", "Phase", "Plain", "Runner", "Tiered"]
 
 I32 = NDArray[np.int32]
-Report = Callable[[str, int, int], None]
 Phase = Literal["prefill", "decode", "reserve"]
 """reserve: decode, with all of kvmem's cells in use; kvmem's alone."""
 

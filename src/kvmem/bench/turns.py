@@ -17,6 +17,7 @@ from kvmem.bench import metrics
 from kvmem.bench.details import clusters
 from kvmem.bench.generators.catalogue import GENERATORS
 from kvmem.bench.metrics import Interval, bootstrap
+from kvmem.bench.progress import Report, silent
 from kvmem.bench.workload import Prompt, Question, WorkloadSpec, frame_for, make_prompts
 from kvmem.config import EngineConfig, KvType, MemoryConfig, ModelConfig, Scorer
 from kvmem.engine.engine import Engine
@@ -28,8 +29,6 @@ from kvmem.engine.session import Session
 from kvmem.errors import ConfigError
 
 __all__ = ["Play", "TurnRecord", "TurnRow", "TurnSpec", "run_turns", "summarise_turns"]
-
-Report = Callable[[str, int, int], None]
 
 QUESTION_TOKENS: Final = 64
 """Room for a question with its frame."""
@@ -125,9 +124,7 @@ class TurnRecord:
         return self.new_blocks / self.blocks
 
 
-def run_turns(
-    spec: TurnSpec, *, report: Report = lambda what, done, total: None
-) -> Iterator[TurnRecord]:
+def run_turns(spec: TurnSpec, *, report: Report = silent) -> Iterator[TurnRecord]:
     """Play all sessions, one behind the other, in this process."""
     n_all = spec.n_prompts * spec.n_turns
     with Engine(spec.engine()) as engine:

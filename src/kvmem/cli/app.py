@@ -2,12 +2,12 @@
 
 import logging
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Annotated
 
 import typer
 from typer import Option
 
+from kvmem.bench.record import version
 from kvmem.cli import faults, logs
 from kvmem.cli.bench import bench
 from kvmem.cli.calibrate import calibrate_model
@@ -35,14 +35,9 @@ app = typer.Typer(
 
 
 def _tell_version(asked: bool) -> None:
-    if not asked:
-        return
-    try:
-        version = metadata.version("kvmem")
-    except metadata.PackageNotFoundError:  # run out of a checkout
-        version = "(not installed)"
-    print(f"kvmem {version}, llama.cpp b{build_number()}")
-    raise typer.Exit
+    if asked:
+        print(f"kvmem {version('(not installed)')}, llama.cpp b{build_number()}")
+        raise typer.Exit
 
 
 app.command()(serve)

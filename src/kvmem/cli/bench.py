@@ -15,13 +15,13 @@ from kvmem.bench.agent import (
     AgentSpec,
     AgentSummary,
     AgentSystem,
-    Report,
     Task,
     run_agent,
     summarise_agent,
 )
 from kvmem.bench.client import run_remote
 from kvmem.bench.plots import plot_agent, plot_speed
+from kvmem.bench.progress import Report
 from kvmem.bench.quality import POLICIES
 from kvmem.bench.recall import RecallSpec, first_line, run_recall
 from kvmem.bench.record import environment, json_line, write_jsonl

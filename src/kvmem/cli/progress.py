@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from time import monotonic
 
 from rich.console import Console
@@ -17,11 +17,9 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from kvmem.bench.progress import Report
 from kvmem.cli import logs
 from kvmem.cli.show import size
-
-Report = Callable[[str, int, int], None]
-"""Called with what is being done, units done, and units in all."""
 
 EVERY_S = 10.0
 """Between two lines of progress, and before the first, so that what is short stays silent."""
