@@ -1,10 +1,11 @@
 """Raw results: strict JSON, one line a record, written whole."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvmem.bench.record import environment, json_line, write_jsonl
+from kvmem.bench.record import environment, json_line, read_jsonl, record_file, write_jsonl
 
 
 @dataclass(frozen=True)
@@ -42,3 +43,19 @@ def test_the_environment_says_where_and_with_what(tmp_path: Path) -> None:
     assert found["bench"] == "speed"
     assert found["cores"] >= 1
     json.loads(json_line(found))
+
+
+def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path: Path) -> None:
+    target = tmp_path / "results" / "run.jsonl"
+    with suppress(KeyboardInterrupt), record_file(target, {"where": "here"}) as keep:
+        keep(Sample(0.5, Path("x")), Sample(1.5, Path("y")))
+        assert len(read_jsonl(target)) == 3
+        keep({"a": 1})
+        raise KeyboardInterrupt
+    assert [line.get("value") for line in read_jsonl(target)] == [None, 0.5, 1.5, None]
+    kept = target.read_bytes()
+    with suppress(KeyboardInterrupt), record_file(target, {"where": "there"}):
+        raise KeyboardInterrupt
+    assert target.read_bytes() == kept  # it has measured nothing
+    with record_file(None, {}) as keep:
+        keep({"a": 1})

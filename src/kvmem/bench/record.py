@@ -5,11 +5,12 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, is_dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from kvmem.llama import runtime
 
@@ -18,6 +19,7 @@ __all__ = [
     "gpu_used_bytes",
     "json_line",
     "read_jsonl",
+    "record_file",
     "version",
     "write_jsonl",
 ]
@@ -67,8 +69,33 @@ def write_jsonl(path: Path, records: Iterable[object]) -> None:
     partial.replace(path)
 
 
+@contextmanager
+def record_file(path: Path | None, where: dict[str, Any]) -> Iterator[Callable[..., None]]:
+    """Keep records as they come, behind the line `where`: a run that is stopped keeps what it has.
+
+    Yields what takes the records. The file is opened for the first of them, so that a run that has
+    none leaves what was there. path: None for no file.
+    """
+    if path is None:
+        yield lambda *records: None
+        return
+    with ExitStack() as opened:
+        file: TextIO | None = None
+
+        def keep(*records: object) -> None:
+            nonlocal file
+            if file is None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = opened.enter_context(path.open("w", encoding="utf-8"))
+                records = (where, *records)
+            file.writelines(json_line(record) + "\n" for record in records)
+            file.flush()
+
+        yield keep
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All lines of a file that write_jsonl wrote; the first is the environment."""
+    """All lines of a file of records; the first is the environment."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

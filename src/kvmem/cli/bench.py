@@ -4,9 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
+from rich.table import Table
 from typer import Option
 
 from kvmem.bench.agent import (
@@ -24,7 +26,7 @@ from kvmem.bench.plots import plot_agent, plot_speed
 from kvmem.bench.progress import Report
 from kvmem.bench.quality import POLICIES
 from kvmem.bench.recall import RecallSpec, first_line, run_recall
-from kvmem.bench.record import environment, json_line, write_jsonl
+from kvmem.bench.record import environment
 from kvmem.bench.remote_speed import RemoteSpec, remote_rows, run_remote_speed
 from kvmem.bench.report import (
     agent_table,
@@ -44,26 +46,26 @@ from kvmem.bench.speed import RequestRecord, SpeedRecord, SpeedSpec, run_speed
 from kvmem.bench.speed_summary import ratios, request_rows, speed_rows
 from kvmem.bench.summary import GATED, TARGETS, Size, gates, summarise
 from kvmem.bench.turns import summarise_turns
+from kvmem.cli.bench_frame import machine, measure, show
 from kvmem.cli.bench_options import (
     Batch,
     Block,
     Budget,
+    Generator,
     Json,
     KvDtype,
     Layers,
     Model,
     Out,
+    Seed,
     Shuffle,
     Threads,
     Ubatch,
     model_or_demo,
 )
-from kvmem.cli.progress import progress, table_console
 from kvmem.cli.quality import quality
 from kvmem.cli.turns import turns
 from kvmem.errors import ConfigError
-
-R = TypeVar("R")
 
 bench = typer.Typer(help="Measure recall and speed.", rich_markup_mode=None)
 bench.command()(quality)
@@ -79,13 +81,10 @@ ApiKey = Annotated[str | None, Option(help="The server's key.")]
 @bench.command()
 def recall(
     model: Model = None,
-    generator: Annotated[
-        Literal["harbor", "office", "agent"],
-        Option(help="Which text generator makes the histories."),
-    ] = "harbor",
+    generator: Generator = "harbor",
     tokens: Annotated[int, Option(help="Length of each history.")] = 3072,
     prompts: Annotated[int, Option(help="Histories; each has eight questions.")] = 8,
-    seed: Annotated[int, Option(help="Seed of the first history.")] = 0,
+    seed: Seed = 0,
     budget: Budget = 512,
     block: Block = 32,
     kv_dtype: KvDtype = "q8_0",
@@ -139,23 +138,15 @@ def recall(
         free=free,
     )
     where = first_line(spec, "recall", asdict(spec))
-    with progress() as report:
-        records = list(run_recall(spec, report=report))
-    rows = summarise(records)
+    rows = summarise(measure(out, where, lambda report: run_recall(spec, report=report)))
     bars = gates(rows, size)
-    if out is not None:
-        write_jsonl(out, [where, *records])
-    if as_json:
-        print(json_line({**where, "rows": [asdict(r) for r in rows]}))
-    else:
-        title = (
-            f"{spec.model.name}, {tokens} tokens x {prompts} ({generator}, seeds "
-            f"{spec.seeds.start}..{spec.seeds.stop - 1}), budget {budget} in units of {block}"
-            f"{', index SHUFFLED' if shuffle else ''}"
-        )
-        console = table_console()
-        console.print(recall_table(rows, title))
-        console.print(gate_table(bars))
+    title = (
+        f"{spec.model.name}, {tokens} tokens x {prompts} ({generator}, seeds "
+        f"{spec.seeds.start}..{spec.seeds.stop - 1}), budget {budget} in units of {block}"
+        f"{', index SHUFFLED' if shuffle else ''}"
+    )
+    fields = {"rows": [asdict(row) for row in rows]}
+    show(as_json, where, fields, None, recall_table(rows, title), gate_table(bars))
     return 1 if gate and not all(bar.passed for bar in bars) else 0
 
 
@@ -231,35 +222,28 @@ def speed(
         cpu_time=cpu_time,
     )
     where = environment(spec.model, asdict(spec), "speed")
-    with progress() as report:
-        records = _kept(out, where, run_speed(spec, report=report))
+    records = measure(out, where, lambda report: run_speed(spec, report=report))
     speeds = [r for r in records if isinstance(r, SpeedRecord)]
     requests = [r for r in records if isinstance(r, RequestRecord)]
     if plots is not None:
-        plot_speed(speeds, requests, plots, _machine(where))
-    if as_json:
-        print(json_line({**where, **_speed_fields(speeds, requests)}))
-    else:
-        title = f"{spec.model.name}, pool of {pool} cells, {repeats} rounds"
-        table_console().print(title, style="bold", soft_wrap=True)
-        _print_speed(speeds, requests)
+        plot_speed(speeds, requests, plots, machine(where))
+    title = f"{spec.model.name}, pool of {pool} cells, {repeats} rounds"
+    fields = _speed_fields(speeds, requests)
+    show(as_json, where, fields, title, *_speed_tables(speeds, requests))
 
 
 def _speed_of_server(
     spec: RemoteSpec, url: str, api_key: str | None, out: Path | None, *, as_json: bool
 ) -> None:
     where = environment(None, {**asdict(spec), "url": url}, "speed")
-    with progress() as report:
-        records = list(run_remote_speed(spec, url, api_key=api_key, report=report))
-    if out is not None:
-        write_jsonl(out, [where, *records])
-    rows = remote_rows(records)
-    if as_json:
-        print(json_line({**where, "rows": [asdict(row) for row in rows]}))
-    else:
-        console = table_console()
-        console.print(url, style="bold", soft_wrap=True)
-        console.print(remote_table(rows))
+    rows = remote_rows(
+        measure(
+            out,
+            where,
+            lambda report: run_remote_speed(spec, url, api_key=api_key, report=report),
+        )
+    )
+    show(as_json, where, {"rows": [asdict(row) for row in rows]}, url, remote_table(rows))
 
 
 @bench.command()
@@ -326,17 +310,12 @@ def agent(
             else:
                 yield from run_remote(spec, url, api_key=api_key, report=report)
 
-    with progress() as report:
-        records = _kept(out, where, play(report))
+    records = measure(out, where, play)
     if plots is not None:
-        plot_agent(records, plots, _machine(where))
-    if as_json:
-        print(json_line({**where, "rows": [_agent_fields(r) for r in summarise_agent(records)]}))
-    else:
-        console = table_console()
-        title = f"{url or (path and path.name)}, {tokens} tokens in {rounds} rounds"
-        console.print(title, style="bold", soft_wrap=True)
-        _print_agent(records)
+        plot_agent(records, plots, machine(where))
+    title = f"{url or (path and path.name)}, {tokens} tokens in {rounds} rounds"
+    fields = {"rows": [_agent_fields(row) for row in summarise_agent(records)]}
+    show(as_json, where, fields, title, *_agent_tables(records))
 
 
 @bench.command()
@@ -347,40 +326,19 @@ def report(
 ) -> None:
     """Summarise saved runs: speed, agent, recall, quality, and what bench/gpu has measured."""
     for run in load_runs(folder):
-        title = f"{run.path.name}: {_machine(run.environment)}"
+        title = f"{run.path.name}: {machine(run.environment)}"
         if plots and run.speeds:
             plot_speed(run.speeds, run.requests, run.path.with_suffix(""), title)
         if plots and run.agents:
             plot_agent(run.agents, run.path.with_suffix(""), title)
-        if as_json:
-            print(json_line(_fields(run)))
-        else:
-            _print_run(run, title)
-
-
-def _kept(path: Path | None, where: dict[str, Any], records: Iterator[R]) -> list[R]:
-    """All of them; the file holds those that are there, should the rest never come."""
-    kept: list[R] = []
-    for record in records:
-        kept.append(record)
-        if path is not None:
-            write_jsonl(path, [where, *kept])
-    return kept
-
-
-def _machine(where: dict[str, Any]) -> str:
-    """Model, processor and commit of a run, as far as they are known."""
-    processors = where.get("gpus") or [where.get("cpu")]
-    commit = where.get("commit") and f"commit {where['commit']}"
-    known = [str(item) for item in (where.get("model"), *processors, commit) if item]
-    return ", ".join(known) or "machine and commit were not written down"
+        show(
+            as_json, {"file": run.path.name, **run.environment}, _fields(run), title, *_tables(run)
+        )
 
 
 def _fields(run: SavedRun) -> dict[str, Any]:
     cells = {cell: summarise(run.recalls_of(cell)) for cell in dict(run.recalls)}
     return {
-        "file": run.path.name,
-        **run.environment,
         **_speed_fields(run.speeds, run.requests),
         "server": [asdict(row) for row in remote_rows(run.remotes)],
         "agent": [_agent_fields(row) for row in summarise_agent(run.agents)],
@@ -391,24 +349,22 @@ def _fields(run: SavedRun) -> dict[str, Any]:
     }
 
 
-def _print_run(run: SavedRun, title: str) -> None:
-    console = table_console()
-    console.print(title, style="bold", soft_wrap=True)
+def _tables(run: SavedRun) -> Iterator[RenderableType]:
     if run.speeds:
-        _print_speed(run.speeds, run.requests)
+        yield from _speed_tables(run.speeds, run.requests)
     if run.agents:
-        _print_agent(run.agents)
+        yield from _agent_tables(run.agents)
     if run.remotes:
-        console.print(remote_table(remote_rows(run.remotes)))
+        yield remote_table(remote_rows(run.remotes))
     for cell in dict(run.recalls):
-        console.print(recall_table(summarise(run.recalls_of(cell)), cell or None))
+        yield recall_table(summarise(run.recalls_of(cell)), cell or None)
     if run.turns:
-        console.print(turn_table(summarise_turns(run.turns), "a session, turn by turn"))
+        yield turn_table(summarise_turns(run.turns), "a session, turn by turn")
     if run.experiments:
-        console.print(experiment_table(run.experiments))
+        yield experiment_table(run.experiments)
     if run.n_others:
-        console.print(f"{run.n_others} records that another tool has written")
-    console.print()
+        yield f"{run.n_others} records that another tool has written"
+    yield ""  # a line between two runs
 
 
 def _speed_fields(
@@ -425,21 +381,21 @@ def _agent_fields(summary: AgentSummary) -> dict[str, Any]:
     return {**asdict(summary), "overall_over_initial": summary.overall_over_initial}
 
 
-def _print_speed(speeds: Sequence[SpeedRecord], requests: Sequence[RequestRecord]) -> None:
-    console = table_console()
-    console.print(speed_table(speed_rows(speeds), ratios(speeds)))
+def _speed_tables(
+    speeds: Sequence[SpeedRecord], requests: Sequence[RequestRecord]
+) -> Iterator[Table]:
+    yield speed_table(speed_rows(speeds), ratios(speeds))
     if requests:
         rows = request_rows(requests)
-        console.print(request_table(rows))
+        yield request_table(rows)
         own = [row for row in rows if row.system == "kvmem"]
         for depth in dict.fromkeys(row.depth_tokens for row in own):
-            console.print(phase_table([row for row in own if row.depth_tokens == depth]))
+            yield phase_table([row for row in own if row.depth_tokens == depth])
 
 
-def _print_agent(records: Sequence[AgentRecord]) -> None:
-    console = table_console()
-    console.print(agent_table(summarise_agent(records)))
+def _agent_tables(records: Sequence[AgentRecord]) -> Iterator[Table]:
+    yield agent_table(summarise_agent(records))
     told = [record for record in records if record.system == "kvmem" and record.phases]
     if told:
-        console.print(round_table(told))
-        console.print(move_table(told))
+        yield round_table(told)
+        yield move_table(told)

@@ -3,7 +3,7 @@
 from errno import EISDIR
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Option
 
@@ -16,11 +16,14 @@ __all__ = [
     "Batch",
     "Block",
     "Budget",
+    "Calibration",
+    "Generator",
     "Json",
     "KvDtype",
     "Layers",
     "Model",
     "Out",
+    "Seed",
     "Shuffle",
     "Threads",
     "Ubatch",
@@ -47,6 +50,10 @@ def can_be_written(path: Path | None) -> Path | None:
 Model = Annotated[
     Path | None, Option("-m", "--model", help="GGUF file. Left out: the demo model, fetched once.")
 ]
+Generator = Annotated[
+    Literal["harbor", "office", "agent"], Option(help="Which text generator makes the histories.")
+]
+Seed = Annotated[int, Option(help="Seed of the first history.")]
 Threads = Annotated[int, Option("-t", "--threads", help="Threads; 0 for all cores.")]
 Layers = Annotated[int, Option("-ngl", "--n-gpu-layers", help="Layers on the GPU; -1 for all.")]
 KvDtype = Annotated[KvType, Option("--kv-dtype", help="Type of K and V.")]
@@ -54,6 +61,9 @@ Budget = Annotated[int, Option("--kvmem-budget", help="Tokens that are visible."
 Block = Annotated[int, Option("--kvmem-block-tokens", help="Tokens of a block.")]
 Batch = Annotated[int, Option("-b", "--batch-size", help="Tokens of a decode call.")]
 Ubatch = Annotated[int, Option("-ub", "--ubatch-size", help="Tokens of a graph.")]
+Calibration = Annotated[
+    str, Option("--kvmem-calibration", help="auto, off, or a file of kvmem calibrate.")
+]
 Shuffle = Annotated[
     bool, Option("--shuffle", help="Control: mix up what scores the blocks; recall must be lost.")
 ]

@@ -12,7 +12,7 @@ from typer import Option
 from kvmem.bench.calibrate import Calibrated, CalibrationSpec, calibrate, discard, store
 from kvmem.bench.report import number
 from kvmem.cli import logs, show
-from kvmem.cli.bench_options import can_be_written
+from kvmem.cli.bench_options import Seed, can_be_written
 from kvmem.cli.options import EngineOptions
 from kvmem.cli.progress import progress
 from kvmem.cli.takes import takes
@@ -37,7 +37,7 @@ def calibrate_model(
     prompts: Annotated[
         int, Option(help="Histories; each has eleven questions, five of them paraphrased.")
     ] = 8,
-    seed: Annotated[int, Option(help="Seed of the first history.")] = 1000,
+    seed: Seed = 1000,
     out: Annotated[
         Path | None,
         Option(

@@ -1,10 +1,8 @@
 """`kvmem bench quality`: what is recalled, by kind and depth, and what each part is worth."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.console import Console
 from typer import Option
@@ -12,7 +10,7 @@ from typer import Option
 from kvmem.bench.details import by_depth, by_kind, compare
 from kvmem.bench.quality import ABLATIONS, CALIBRATED, POLICIES, Policy, Record
 from kvmem.bench.recall import RecallSpec, first_line
-from kvmem.bench.record import json_line
+from kvmem.bench.record import json_line, record_file
 from kvmem.bench.report import (
     cost_table,
     difference_table,
@@ -24,7 +22,7 @@ from kvmem.bench.report import (
 from kvmem.bench.saved import load_recall
 from kvmem.bench.summary import TARGETS, Size, gates, summarise
 from kvmem.bench.sweep import DEFAULT_CELLS, OF_A_CELL, parse_cell, sweep, tasks_of
-from kvmem.cli.bench_options import KvDtype, Layers, Shuffle, can_be_written
+from kvmem.cli.bench_options import Calibration, KvDtype, Layers, Shuffle, can_be_written
 from kvmem.cli.progress import progress, table_console
 from kvmem.config import KvType
 from kvmem.errors import ConfigError
@@ -71,9 +69,7 @@ def quality(
     recent: Annotated[
         int | None, Option("--kvmem-recent-tokens", help="Always visible newest part.")
     ] = None,
-    calibration: Annotated[
-        str, Option("--kvmem-calibration", help="auto, off, or a file of kvmem calibrate.")
-    ] = "auto",
+    calibration: Calibration = "auto",
     stock: Annotated[bool, Option("--stock/--no-stock", help="Also plain llama.cpp.")] = True,
     free: Annotated[bool, Option("--free", help="Also answer without a forced start.")] = False,
     shuffle: Shuffle = False,
@@ -127,11 +123,11 @@ def quality(
         settings = {name: value for name, value in asdict(base).items() if name not in OF_A_CELL}
         where = first_line(base, "quality", {**settings, "cells": [cell.name for cell in cells]})
         found = []
-        with progress() as report, _writer(out, where) as write:
+        with progress() as report, record_file(out, where) as keep:
             report("histories", 0, len(tasks))
             for done, (name, records) in enumerate(sweep(tasks, jobs), 1):
                 found += [(name, record) for record in records]
-                write([{"cell": name, **asdict(record)} for record in records])
+                keep(*({"cell": name, **asdict(record)} for record in records))
                 report("histories", done, len(tasks))
     if as_json:
         print(json_line([{"cell": name, **asdict(record)} for name, record in found]))
@@ -157,25 +153,6 @@ def _policies(
     if unknown := [name for name in names if name not in by_name]:
         raise ConfigError("policy", unknown[0], f"one of {', '.join(by_name)}")
     return tuple(by_name[name] for name in dict.fromkeys([*names, "recency"]))
-
-
-@contextmanager
-def _writer(
-    path: Path | None, where: dict[str, Any]
-) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
-    """Appends records to the file as they come: a run that is stopped keeps what it has."""
-    if path is None:
-        yield lambda records: None
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-
-        def write(records: list[dict[str, Any]]) -> None:
-            file.writelines(json_line(record) + "\n" for record in records)
-            file.flush()
-
-        write([where])
-        yield write
 
 
 def _show(console: Console, found: list[tuple[str, Record]]) -> None:
