@@ -143,3 +143,26 @@ def test_the_shortest_history_is_named_and_can_be_made(generator: Generator, wor
     for seed in range(5):
         prompt = make_prompt(generator, words, WorkloadSpec(n_tokens=1213), seed)
         assert len(prompt.history) == 1213
+
+
+class Letters:
+    """A vocabulary that needs many tokens: a turn is longer than what is kept free of facts."""
+
+    def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
+        del parse_special
+        return list(map(ord, text))
+
+
+@pytest.mark.parametrize("generator", GENERATORS, ids=lambda g: g.name)
+def test_no_fact_is_cut_off_at_the_end_of_a_history(generator: Generator) -> None:
+    n_refused = 0
+    for n_tokens in (1300, 2048, 3072, 4096):
+        for seed in range(6):
+            try:
+                prompt = make_prompt(generator, Letters(), WorkloadSpec(n_tokens=n_tokens), seed)
+            except ConfigError:
+                n_refused += 1
+                continue
+            stops = [span.stop for question in prompt.questions for span in question.gold]
+            assert max(stops) < n_tokens
+    assert 0 < n_refused < 24

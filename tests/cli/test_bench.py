@@ -86,6 +86,10 @@ def test_a_floored_budget_is_warned_of(
             ["recall", "--gate", "--kvmem-scorer", "lexical"],
             "error: --gate is for lexical, recency, but must be for one with a bar: fused, heads",
         ),
+        (
+            ["recall", "--prompts", "1", "--tokens", "1300", "--kvmem-budget", "256"],
+            "error: --tokens is 1300, but must be more: 3 statements found no place in the history",
+        ),
         (["speed", "--depth", "512"], "at least pool_tokens=1024"),
         (["speed", "--repeats", "0"], "at least 1"),
     ],

@@ -224,11 +224,13 @@ class _Writer:
                 self._exchange(waiting.pop(0), spans)
             for turn in generator.turns(rng):
                 self._turn(turn, waiting=waiting, spans=spans)
-        if waiting:
-            rule = f"more: {len(waiting)} statements found no place in the history"
-            raise ConfigError("n_tokens", self._n_tokens, rule)
         # Cut inside the last filler and close its turn, so that the length is exact.
-        self.tokens[self._n_tokens - len(closing) :] = closing
+        stop = self._n_tokens - len(closing)
+        cut = [span for said in spans.values() for span in said if span.stop > stop]
+        if n_left := len(waiting) + len(cut):
+            rule = f"more: {n_left} statements found no place in the history"
+            raise ConfigError("n_tokens", self._n_tokens, rule)
+        self.tokens[stop:] = closing
         return spans
 
     def _is_due(self, waiting: list[_Planted]) -> bool:
