@@ -13,6 +13,7 @@ from kvmem.config import KvType
 from kvmem.errors import ConfigError
 
 __all__ = [
+    "ApiKey",
     "Batch",
     "Block",
     "Budget",
@@ -23,10 +24,12 @@ __all__ = [
     "Layers",
     "Model",
     "Out",
+    "Plots",
     "Seed",
     "Shuffle",
     "Threads",
     "Ubatch",
+    "Url",
     "can_be_written",
     "model_or_demo",
 ]
@@ -76,6 +79,11 @@ Out = Annotated[
         callback=can_be_written,
     ),
 ]
+Plots = Annotated[
+    Path | None, Option(help="Draw the run to this file, as .png and as .svg (needs matplotlib).")
+]
+Url = Annotated[str | None, Option(help="Measure the server at this address instead of a model.")]
+ApiKey = Annotated[str | None, Option(help="The server's key.")]
 Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 
 
