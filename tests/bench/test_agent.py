@@ -18,7 +18,7 @@ from kvmem.bench.agent import AgentRecord, AgentSpec, run_agent, summarise_agent
 from kvmem.bench.client import run_remote
 from kvmem.bench.record import environment, read_jsonl, write_jsonl
 from kvmem.bench.report import round_table
-from kvmem.bench.saved import load_runs
+from kvmem.bench.saved import load_run, run_files
 from kvmem.bench.turns import TurnRecord
 from kvmem.cli.app import execute
 from kvmem.errors import ConfigError, EngineError
@@ -246,7 +246,7 @@ def test_from_the_command_line_to_a_report(
     write_jsonl(tmp_path / "old.jsonl", [drafts])
     experiment = {"experiment": "transfers", "what": "seal 1 block", "GB/s": 38.4, "n": 9}
     write_jsonl(tmp_path / "gpu.jsonl", [experiment])  # without a first line about the machine
-    runs = load_runs(tmp_path)
+    runs = [load_run(path) for path in run_files(tmp_path)]
     assert [(len(run.agents), run.n_others) for run in runs] == [
         *((8, 0), (0, 0), (0, 0), (0, 1), (0, 0))
     ]
@@ -263,12 +263,23 @@ def test_from_the_command_line_to_a_report(
 
 def test_a_folder_without_runs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(["bench", "report", str(tmp_path)]) == 2
+    assert "a folder with .jsonl files" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_a_file_that_no_bench_wrote_is_named_and_hides_no_other(
+    how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.jsonl").write_text("[]\n")
-    assert execute(["bench", "report", str(tmp_path)]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert "a folder with .jsonl files" in said[0]
-    file = tmp_path / "a.jsonl"
-    assert said[1].startswith(f"error: the file of a kept run is {file}, but must be one that ")
+    write_jsonl(tmp_path / "b.jsonl", [environment(None, {}, "agent"), {"what": "else"}])
+    (tmp_path / "c.jsonl").mkdir()
+    assert execute(["bench", "report", str(tmp_path), *how]) == 1
+    said = capsys.readouterr()
+    assert "b.jsonl" in said.out and "a.jsonl" not in said.out
+    first, second = said.err.splitlines()
+    for name, why, line in (("a", "a line is no object", first), ("c", "Is a directory", second)):
+        start = f"error: the file of a kept run is {tmp_path / name}.jsonl, but must be one that "
+        assert line.startswith(start) and why in line
 
 
 def test_runs_are_drawn_as_png_and_svg(tiny_llama: Path, tmp_path: Path) -> None:

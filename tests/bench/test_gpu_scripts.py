@@ -23,7 +23,7 @@ from gguf import GGMLQuantizationType as Q
 from typer.core import TyperGroup
 
 from kvmem.bench.record import write_jsonl
-from kvmem.bench.saved import load_runs
+from kvmem.bench.saved import load_run, run_files
 from kvmem.bench.speed import SpeedSpec
 from kvmem.cli.bench import bench
 from kvmem.config import SpecType
@@ -42,7 +42,7 @@ def call(
     path = Path(str(arguments[-1]))
     monkeypatch.setattr(sys, "argv", ["script", *map(str, arguments)])
     main()
-    (saved,) = load_runs(path.parent)
+    (saved,) = map(load_run, run_files(path.parent))
     assert saved.n_others == 0
     return {**saved.environment, "rows": saved.experiments}
 

@@ -4,7 +4,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from kvmem.bench.record import read_jsonl
-from kvmem.bench.saved import load_recall, load_runs
+from kvmem.bench.saved import load_recall, load_run
 from kvmem.bench.speed_summary import ratios, request_rows, speed_rows
 from kvmem.bench.summary import DEFAULT_SIZE, Size, summarise
 
@@ -109,7 +109,7 @@ def test_the_readme_says_what_the_recall_model_answered(root: Path) -> None:
 
 def test_the_readme_says_what_the_gpu_did(root: Path) -> None:
     path = newest("speed-27b-h200")
-    run = next(run for run in load_runs(RESULTS) if run.path == path)
+    run = load_run(path)
     depth = max(record.depth_tokens for record in run.speeds)
     speeds = [record for record in run.speeds if record.depth_tokens == depth]
     rate: dict[tuple[str, str], float] = {

@@ -13,7 +13,7 @@ from kvmem.bench.speed import RequestRecord, SpeedRecord
 from kvmem.bench.turns import TurnRecord
 from kvmem.errors import ConfigError
 
-__all__ = ["SavedRun", "load_recall", "load_runs"]
+__all__ = ["SavedRun", "load_recall", "load_run", "run_files"]
 
 R = TypeVar("R", SpeedRecord, RequestRecord, RemoteRecord, AgentRecord, TurnRecord)
 
@@ -42,15 +42,12 @@ class SavedRun:
         return [record for name, record in self.recalls if name == cell]
 
 
-def load_runs(folder: Path) -> list[SavedRun]:
-    """Every .jsonl file of a folder, by name.
-
-    Raises ConfigError for a folder without one, or a file that no bench has written.
-    """
+def run_files(folder: Path) -> list[Path]:
+    """Every .jsonl file of a folder, by name. Raises ConfigError for a folder without one."""
     paths = sorted(folder.glob("*.jsonl"))
     if not paths:
         raise ConfigError("folder", str(folder), "a folder with .jsonl files of `kvmem bench`")
-    return [_load(path) for path in paths]
+    return paths
 
 
 def load_recall(path: Path) -> list[tuple[str, Record]]:
@@ -77,7 +74,8 @@ def _recall(line: dict[str, Any]) -> tuple[str, Record]:
     return str(line.get("cell", "")), Record(**given)
 
 
-def _load(path: Path) -> SavedRun:
+def load_run(path: Path) -> SavedRun:
+    """Raises ConfigError: no bench has written the file, or it cannot be read."""
     try:
         lines = read_jsonl(path)
         if not lines or not all(isinstance(line, dict) for line in lines):
@@ -101,7 +99,7 @@ def _load(path: Path) -> SavedRun:
             experiments=experiments,
             n_others=len(lines) - sum(map(len, known)),
         )
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         rule = f"one that `kvmem bench --out` wrote ({error})"
         raise ConfigError("kept_run", str(path), rule) from error
 

@@ -13,13 +13,15 @@ from kvmem.bench.agent import summarise_agent
 from kvmem.bench.plots import plot_agent, plot_speed
 from kvmem.bench.remote_speed import remote_rows
 from kvmem.bench.report import experiment_table, recall_table, remote_table, turn_table
-from kvmem.bench.saved import SavedRun, load_runs
+from kvmem.bench.saved import SavedRun, load_run, run_files
 from kvmem.bench.summary import summarise
 from kvmem.bench.turns import summarise_turns
+from kvmem.cli import faults, logs
 from kvmem.cli.agent import agent_fields, agent_tables
 from kvmem.cli.bench_frame import machine, show
 from kvmem.cli.bench_options import Json
 from kvmem.cli.speed import speed_fields, speed_tables
+from kvmem.errors import ConfigError
 
 __all__ = ["report"]
 
@@ -28,9 +30,16 @@ def report(
     folder: Annotated[Path, typer.Argument(help="Folder with files that --out has written.")],
     plots: Annotated[bool, Option("--plots", help="Draw each run beside its file.")] = False,
     as_json: Json = False,
-) -> None:
+) -> int:
     """Summarise saved runs: speed, agent, recall, quality, and what bench/gpu has measured."""
-    for run in load_runs(folder):
+    code = 0
+    for path in run_files(folder):
+        try:
+            run = load_run(path)
+        except ConfigError as error:  # the others are shown all the same
+            logs.complain(faults.describe(error, command="bench report")[0])
+            code = faults.FAILED
+            continue
         title = f"{run.path.name}: {machine(run.environment)}"
         if plots and run.speeds:
             plot_speed(run.speeds, run.requests, run.path.with_suffix(""), title)
@@ -39,6 +48,7 @@ def report(
         show(
             as_json, {"file": run.path.name, **run.environment}, _fields(run), title, *_tables(run)
         )
+    return code
 
 
 def _fields(run: SavedRun) -> dict[str, Any]:
