@@ -20,6 +20,7 @@ import scoring
 import shape27b
 import typer
 from gguf import GGMLQuantizationType as Q
+from synthetic_pool import Settings, pool, steps_per_s
 from typer.core import TyperGroup
 
 from kvmem.bench.record import write_jsonl
@@ -104,13 +105,10 @@ def test_drafts_have_the_graphs_of_the_other_measurements(tiny: Callable[..., Pa
 
 
 def test_experiments(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("far_tokens", "threads"):  # the script sets them
-        monkeypatch.setattr(experiments.Settings, name, getattr(experiments.Settings, name))
-
-    def small(model: Model) -> Iterator[dict[str, Any]]:
-        with experiments.pool(model, budget=80, reserve=4) as p:
+    def small(model: Model, settings: Settings) -> Iterator[dict[str, Any]]:
+        with pool(model, settings, budget=80, reserve=4) as p:
             p.far(window=8)
-            yield {"what": "steps", "tokens": p.ws.n_tokens, "t/s": experiments.steps_per_s(p)[0]}
+            yield {"what": "steps", "tokens": p.ws.n_tokens, "t/s": steps_per_s(p)[0]}
 
     monkeypatch.setitem(experiments.EXPERIMENTS, "small", small)
     path = tmp_path / "experiments.jsonl"
