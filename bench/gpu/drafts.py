@@ -22,14 +22,13 @@ from typing import Any
 
 import numpy as np
 
+from kvmem.bench.asking import ask, read_in_pieces
 from kvmem.bench.record import environment, gpu_used_bytes, json_line
 from kvmem.bench.speed import make_text
-from kvmem.bench.speed_systems import READ_TOKENS
 from kvmem.config import DraftConfig, DraftState, EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine import decode
 from kvmem.engine.draft import Worth
 from kvmem.engine.engine import Engine
-from kvmem.engine.events import Done
 from kvmem.engine.prompt import Prompt, Span
 from kvmem.engine.sampling import GenerateParams, SamplingParams
 from kvmem.engine.stats import RequestStats
@@ -91,10 +90,7 @@ class System:
         self.session = engine.session()
         text = make_text(engine, tokens + QUESTION_TOKENS)
         self.history, self.question = text[:tokens], text[tokens:]
-        started = time.perf_counter()
-        for start in range(0, tokens, READ_TOKENS):
-            self.session.read(self.history[start : start + READ_TOKENS])
-        self.read_per_s = tokens / (time.perf_counter() - started)
+        self.read_per_s = tokens / read_in_pieces(self.session, self.history)
         self.session.tiered.save_checkpoint()  # each request begins here
 
     def reply(self, n_tokens: int) -> RequestStats:
@@ -104,12 +100,10 @@ class System:
         tokens = (*self.history.tolist(), *self.question.tolist())
         prompt = Prompt(tokens=tokens, query_span=Span(len(self.history), len(tokens)))
         sampling = SamplingParams(temperature=0.0, ignore_eos=True)
-        *_, done = self.session.generate(
-            prompt, GenerateParams(sampling=sampling, max_tokens=n_tokens)
-        )
-        assert isinstance(done, Done)
+        params = GenerateParams(sampling=sampling, max_tokens=n_tokens)
+        stats = ask(self.session, prompt, params).stats
         self.session.truncate(len(self.history))
-        return done.stats
+        return stats
 
 
 Stats = dict[tuple[str, int], list[RequestStats]]

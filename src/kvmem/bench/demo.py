@@ -7,8 +7,8 @@ stored history, and with the full cache of plain llama.cpp.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 
+from kvmem.bench.asking import ask, read_in_pieces
 from kvmem.bench.generators.harbor import Harbor
 from kvmem.bench.history import EngineHistory, position_scores
 from kvmem.bench.metrics import gold_blocks, states
@@ -17,7 +17,6 @@ from kvmem.bench.workload import Prompt, Question, WorkloadSpec, make_prompt
 from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine import prompt as engine_prompt
 from kvmem.engine.engine import Engine
-from kvmem.engine.events import Done, TokenEvent
 from kvmem.engine.memory import TieredMemory
 from kvmem.engine.sampling import GenerateParams
 from kvmem.engine.session import Session
@@ -112,7 +111,9 @@ def run_demo(
         workload = WorkloadSpec(n_tokens=spec.n_tokens, n_lookalikes=0, plain=True)
         prompt = make_prompt(Harbor(), engine.vocab, workload, spec.seed)
         session = engine.session()
-        read_s = _read(session, prompt, "kvmem reads", report)
+        read_s = read_in_pieces(
+            session, prompt.history, "kvmem reads", report, piece_tokens=READ_TOKENS
+        )
         memory = session.tiered
         n_blocks = memory.n_blocks_of(spec.n_tokens)
         asked = []
@@ -142,7 +143,9 @@ def run_demo(
         )
     with Engine(spec.engine(tiered=False)) as engine:
         session = engine.session()
-        read_s = _read(session, prompt, "full cache reads", report)
+        read_s = read_in_pieces(
+            session, prompt.history, "full cache reads", report, piece_tokens=READ_TOKENS
+        )
         device_bytes = engine.facts.kv_bytes_per_token * engine.n_ctx
         sight = Sight(tuple(range(n_blocks)), n_blocks, n_blocks, device_bytes)
         asked = []
@@ -174,15 +177,6 @@ def strip(asked: Asked, n_blocks: int) -> str:
     return "".join(marks)
 
 
-def _read(session: Session, prompt: Prompt, what: str, report: Report) -> float:
-    started = perf_counter()
-    total = len(prompt.history)
-    for start in range(0, total, READ_TOKENS):
-        session.read(prompt.history[start : start + READ_TOKENS])
-        report(what, min(start + READ_TOKENS, total), total)
-    return perf_counter() - started
-
-
 def _generate(session: Session, prompt: Prompt, question: Question) -> tuple[str, RequestStats]:
     """What a server does with the question as the newest user message."""
     before = len(prompt.history)
@@ -192,14 +186,8 @@ def _generate(session: Session, prompt: Prompt, question: Question) -> tuple[str
             before + question.content.start, before + question.content.stop
         ),
     )
-    pieces: list[bytes] = []
-    stats = RequestStats()
-    for event in session.generate(request, GenerateParams(max_tokens=ANSWER_TOKENS)):
-        if isinstance(event, TokenEvent):
-            pieces.append(event.piece)
-        elif isinstance(event, Done):
-            stats = event.stats
-    return b"".join(pieces).decode(errors="replace"), stats
+    asked = ask(session, request, GenerateParams(max_tokens=ANSWER_TOKENS))
+    return b"".join(asked.pieces).decode(errors="replace"), asked.stats
 
 
 def _sight(

@@ -8,10 +8,10 @@ from typing import Final, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmem.bench.asking import ask, read_in_pieces
 from kvmem.bench.history import position_scores
 from kvmem.bench.progress import Report
 from kvmem.engine.engine import Engine
-from kvmem.engine.events import Done
 from kvmem.engine.memory import TieredMemory
 from kvmem.engine.prompt import Prompt, RoleSpan, Span, Tokens
 from kvmem.engine.room import make_reply_room
@@ -26,7 +26,6 @@ I32 = NDArray[np.int32]
 Phase = Literal["prefill", "decode", "reserve"]
 """reserve: decode, with all of kvmem's cells in use; kvmem's alone."""
 
-READ_TOKENS: Final = 2048
 OPENING_TOKENS: Final = 8
 """Of a question, what stands for a template's opening of the reply: no part of what is asked."""
 
@@ -51,24 +50,13 @@ class Runner(Protocol):
     def ask(self, tokens: I32) -> RequestStats: ...
 
 
-def _read(session: Session, tokens: I32, what: str, report: Report) -> float:
-    """Seconds that it took."""
-    started = perf_counter()
-    for start in range(0, len(tokens), READ_TOKENS):
-        session.read(tokens[start : start + READ_TOKENS])
-        report(what, min(start + READ_TOKENS, len(tokens)), len(tokens))
-    return perf_counter() - started
-
-
 def _ask(session: Session, history: I32, question: I32) -> RequestStats:
     """A request for one token behind the history, whose question is `question`."""
     tokens = Tokens(np.concatenate([history, question]))
     span = Span(len(history), len(tokens) - OPENING_TOKENS)
     prompt = Prompt(tokens=tokens, spans=(RoleSpan("user", span),), query_span=span)
     params = GenerateParams(sampling=SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=1)
-    *_, done = session.generate(prompt, params)
-    assert isinstance(done, Done)
-    return done.stats
+    return ask(session, prompt, params).stats
 
 
 class Tiered:
@@ -84,7 +72,7 @@ class Tiered:
 
     def advance(self, history: I32) -> None:
         """Read on to the end of this history, which begins with the one before."""
-        self.read_s += _read(
+        self.read_s += read_in_pieces(
             self._session, history[len(self._history) :], "kvmem reads", self._report
         )
         self._memory.save_checkpoint()  # a hybrid comes back to here
@@ -172,7 +160,7 @@ class Plain:
             # the state of a hybrid cannot be rewound, so it leaves room for the longest measurement
             history = history[-(self._n_cells - self._most_tokens * self._is_hybrid) :]
         self._restart(0)
-        self.read_s += _read(
+        self.read_s += read_in_pieces(
             self._session,
             history[len(self._history) :],
             f"{self._system} reads",

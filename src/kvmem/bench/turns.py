@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from kvmem.bench import metrics
+from kvmem.bench.asking import ask
 from kvmem.bench.details import clusters
 from kvmem.bench.generators.catalogue import GENERATORS
 from kvmem.bench.metrics import Interval, bootstrap
@@ -21,7 +22,6 @@ from kvmem.bench.progress import Report, silent
 from kvmem.bench.workload import Prompt, Question, WorkloadSpec, frame_for, make_prompts
 from kvmem.config import EngineConfig, KvType, MemoryConfig, ModelConfig, Scorer
 from kvmem.engine.engine import Engine
-from kvmem.engine.events import Done, TokenEvent
 from kvmem.engine.prompt import Prompt as Request
 from kvmem.engine.prompt import Span
 from kvmem.engine.sampling import GenerateParams, SamplingParams
@@ -174,15 +174,13 @@ class Play:
         params = GenerateParams(
             sampling=SamplingParams(temperature=0.0), max_tokens=self._spec.reply_tokens
         )
-        events = list(self._session.generate(request, params))
-        done = events[-1]
-        assert isinstance(done, Done)
-        reply = [event.token for event in events if isinstance(event, TokenEvent)]
+        asked = ask(self._session, request, params)
+        reply = list(asked.tokens)
         if reply and self._vocab.is_eog(reply[-1]):  # what closes a message begins with it
             del reply[-1]
         self._said += [*reply, *self._closing]
 
-        memory = done.stats.memory
+        memory = asked.stats.memory
         now = set(memory.blocks)
         new = now - self._in_sight
         block_tokens = self._spec.block_tokens
