@@ -3,10 +3,12 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvmem.bench.asking import read_in_pieces
 from kvmem.bench.calibrate import Calibrated, CalibrationSpec, calibrate, discard, store
 from kvmem.bench.generators.office import Office
 from kvmem.bench.history import EngineHistory
@@ -21,6 +23,7 @@ from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine.calibration import Calibration, find
 from kvmem.engine.engine import Engine
 from kvmem.engine.fingerprint import fingerprint
+from kvmem.engine.session import Session
 from kvmem.errors import ConfigError
 from kvmem.kv.score import score_blocks
 from kvmem.kv.scorers import HEADS_CENTRING
@@ -53,19 +56,22 @@ def test_a_second_run_goes_on_where_the_first_one_stopped(
 ) -> None:
     spec = spec_for(model)
     read: list[int] = []
-    plain = EngineHistory.read
+    told: list[int] = []
 
-    def stop_at_second(engine: Engine, tokens: tuple[int, ...]) -> EngineHistory:
+    def stop_at_second(
+        session: Session, tokens: tuple[int, ...], *args: Any, **fields: Any
+    ) -> float:
         read.append(len(tokens))
         if len(read) == 2:
             raise KeyboardInterrupt
-        return plain(engine, tokens)
+        return read_in_pieces(session, tokens, *args, **fields)
 
     with monkeypatch.context() as patched:
-        patched.setattr(EngineHistory, "read", stop_at_second)
+        patched.setattr("kvmem.bench.calibrate.read_in_pieces", stop_at_second)
         with pytest.raises(KeyboardInterrupt):
             calibrate(spec)
-        found = calibrate(spec)
+        found = calibrate(spec, report=lambda what, done, total: told.append(done))
+    assert len(told) > 4 * spec.n_prompts and told == sorted(told), "it moves within a history"
     assert len(read) == 3  # the first history once, the second one twice
     assert calibrate(spec).calibration == found.calibration  # from what was kept alone
     assert 1 <= len(found.calibration.pairs) <= 8
@@ -147,7 +153,7 @@ def test_a_start_can_calibrate_first(
 
     def calibrate_at_once(spec: CalibrationSpec, *, report: Report) -> Calibrated:
         asked.append(spec)
-        report("histories", 1, 8)
+        report("tokens", 1, 8)
         return found
 
     monkeypatch.setattr("kvmem.cli.calibrate.calibrate", calibrate_at_once)

@@ -269,6 +269,15 @@ def test_variables_that_no_option_reads(
     assert stderr_of("plan", "-m", "m.gguf") == (2, line)
 
 
+def test_an_empty_key_in_a_variable_opens_no_server(
+    stderr_of: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMA_API_KEY", "")
+    code, line = stderr_of("serve", "-m", "m.gguf", "--port", "0")
+    assert code == 2
+    assert line.startswith("error: --api-key is an empty key, but must be a text that is not empty")
+
+
 def test_a_variable_of_another_command_is_no_mistake(
     stderr_of: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -270,6 +270,40 @@ def test_it_answers_and_stops_while_it_calibrates(demo_model: Path, tmp_path: Pa
         assert not any("Traceback" in line for line in server.log())
 
 
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (("--spec-type", "draft-mtp"), "MTP"),
+        (("--chat-template", "{{ foo"), "the chat template cannot be used"),
+    ],
+)
+def test_what_a_start_would_refuse_is_refused_before_it_calibrates(
+    tiny_llama: Path, tmp_path: Path, args: tuple[str, ...], reason: str
+) -> None:
+    model = str(shutil.copy(tiny_llama, tmp_path))
+    with serving("-m", model, *START, "--kvmem-calibrate", *args) as server:
+        assert server.process.wait(WAIT_S) in (1, 2)
+        (line,) = server.log()
+        assert line.startswith("error: ") and reason in line
+
+
+def test_a_model_that_cannot_be_calibrated_is_served(tiny_llama: Path, tmp_path: Path) -> None:
+    """Its vocabulary has a token a letter: the questions find no place."""
+    model = str(shutil.copy(tiny_llama, tmp_path))
+    with serving("-m", model, *START, "--kvmem-calibrate") as server:
+        server.address()
+        assert any(" W kvmem.cli.calibrate: not calibrated: " in line for line in server.seen)
+
+
+def test_what_is_wrong_with_the_command_line_is_an_object_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for args in (["--nope"], ["--port", "x"]):
+        assert execute(["serve", "-m", "m.gguf", "--log-format", "json", *args]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert json.loads(line)["level"] == "error"
+
+
 def test_every_line_of_a_start_is_an_object_where_that_is_asked_for(tiny_llama: Path) -> None:
     args = ("-m", str(tiny_llama), *START, "--log-format", "json", "--kvmem-calibrate",
             "--kvmem-calibration", "off")  # fmt: skip

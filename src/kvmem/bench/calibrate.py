@@ -7,8 +7,10 @@ arrives: made while only the first and the newest blocks are visible.
 import hashlib
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.bench import metrics
+from kvmem.bench.asking import read_in_pieces
 from kvmem.bench.conversations import read_conversations
 from kvmem.bench.generators.catalogue import GENERATORS
 from kvmem.bench.history import EngineHistory, position_scores
@@ -206,25 +209,49 @@ def _read_all(
     else:
         prompts = list(read_conversations(spec.questions, engine.model, engine.vocab))
     folder.mkdir(parents=True, exist_ok=True)
+    ends = list(accumulate(map(_n_tokens, prompts), initial=0))
     for group, prompt in enumerate(prompts):
-        report("histories", group, len(prompts))
+        report("tokens", ends[group], ends[-1])
         kept = folder / f"{group:04}.npz"
         found = _load(kept, group)
         if found is None:
-            found = list(_read(engine, prompt, group))
+            tell = partial(_tell, report, ends[group], ends[-1])
+            found = list(_read(engine, prompt, group, tell))
             _save(kept, found)
         yield from found
-    report("histories", len(prompts), len(prompts))
+    report("tokens", ends[-1], ends[-1])
 
 
-def _read(engine: Engine, prompt: Prompt, group: int) -> Iterator[Evidence]:
-    """What every pair says of the slices of one history, for each of its questions."""
-    history = EngineHistory.read(engine, prompt.history)
+def _n_tokens(prompt: Prompt) -> int:
+    """What is read of a history and its questions."""
+    return len(prompt.history) + sum(len(question.tokens) for question in prompt.questions)
+
+
+def _tell(report: Report, before: int, total: int, n_read: int) -> None:
+    report("tokens", before + n_read, total)
+
+
+def _read(
+    engine: Engine, prompt: Prompt, group: int, tell: Callable[[int], None]
+) -> Iterator[Evidence]:
+    """What every pair says of the slices of one history, for each of its questions.
+
+    tell: called with the tokens that were read so far.
+    """
+    session = engine.session()
+    piece = session.tiered.chunk_tokens  # so that nothing is read otherwise than in one go
+    read_in_pieces(
+        session, prompt.history, "", lambda what, done, total: tell(done), piece_tokens=piece
+    )
+    history = EngineHistory(engine, session)
+    n_read = len(prompt.history)
     default = scoring(engine.tiered.layout, None)  # in the same slices
     fine = history.summaries(slice_tokens=SLICE_TOKENS)
     in_default = [pair in default.pairs for pair in fine.pairs]
     per_block = fine.slices_per_block
     for question in prompt.questions:
+        tell(n_read)
+        n_read += len(question.tokens)
         if not question.gold:
             continue
         newest = history.select(position_scores(history.n_blocks), question)

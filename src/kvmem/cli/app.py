@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated
 
 import typer
@@ -63,6 +64,9 @@ def execute(args: Sequence[str]) -> int:
     args = args or ("--help",)
     command = typer.main.get_command(app)
     name = args[0] if args and not args[0].startswith("-") else ""
+    # how the first complaint is told; a command with -v does it again
+    is_json = ("--log-format", "json") in pairwise(args)
+    logs.set_up(verbose=False, kind="json" if is_json else "text")
     if name in OURS:
         commands = getattr(command, "commands", {})
         options = commands[name].params
@@ -78,7 +82,6 @@ def execute(args: Sequence[str]) -> int:
         )
         if stray is not None:
             return _fail(stray, faults.USAGE)
-    logs.set_up(verbose=False)  # a command with -v does it again
     try:
         result = command.main(args=list(args), prog_name="kvmem", standalone_mode=False)
     except typer.TyperException as error:

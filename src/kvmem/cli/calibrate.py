@@ -1,6 +1,7 @@
 """`kvmem calibrate`: find the attention heads of a model that know where a fact stands."""
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -18,8 +19,11 @@ from kvmem.cli.progress import progress
 from kvmem.cli.takes import takes
 from kvmem.config import EngineConfig
 from kvmem.engine.calibration import CALIBRATED_SCORERS, find
+from kvmem.errors import ConfigError
 
 __all__ = ["calibrate_missing", "calibrate_model"]
+
+_log = logging.getLogger(__name__)
 
 
 @takes(EngineOptions)
@@ -83,7 +87,7 @@ def calibrate_model(
 
 def calibrate_missing(config: EngineConfig, tell: Callable[[float], object]) -> None:
     """Calibrate before a start, where a calibration would be used and none is found; say what came
-    of it. tell: called with how far that is, 0 to 1; it may raise to end it.
+    of it, also where it cannot be done. tell: called with how far that is, 0 to 1; it may raise.
     """
     found_already, source = find(config)
     if found_already is not None:
@@ -103,7 +107,11 @@ def calibrate_missing(config: EngineConfig, tell: Callable[[float], object]) -> 
             report(what, done, total)
             tell(done / total)
 
-        found = calibrate(spec, report=step)
+        try:
+            found = calibrate(spec, report=step)
+        except ConfigError as error:  # its questions do not suit this model; settings were checked
+            _log.warning("not calibrated: %s; kvmem calibrate has sizes to change", error)
+            return
     logs.say(_table(found))
     if found.is_better:
         logs.say(f"stored in {store(spec, found.calibration)}")

@@ -19,14 +19,14 @@ from typer import Option
 from kvmem.cli import faults, logs
 from kvmem.cli.calibrate import calibrate_missing
 from kvmem.cli.options import EngineOptions
-from kvmem.cli.plan import plan_of, render_plan
+from kvmem.cli.plan import make_plan, plan_of, render_plan
 from kvmem.cli.sampling_options import SamplingOptions
 from kvmem.cli.server_options import ServerOptions
 from kvmem.cli.takes import takes
-from kvmem.config import ServerConfig
+from kvmem.config import EngineConfig, ServerConfig
 from kvmem.errors import ConfigError
 from kvmem.server.app import create_app
-from kvmem.server.backend import Backend, EngineBackend
+from kvmem.server.backend import Backend, EngineBackend, check_template
 from kvmem.server.worker import LoadProgress
 
 __all__ = ["serve"]
@@ -90,6 +90,7 @@ def serve(
 
         def load(progress: LoadProgress) -> Backend:
             if calibrate:
+                _check_start(config)  # before minutes are spent
                 calibrate_missing(config, partial(progress, doing="being calibrated"))
             logs.say(f"loading {config.model.path}")
             return EngineBackend(config, progress=progress)
@@ -130,6 +131,12 @@ def serve(
         _leave_threads(app, failures, 0)
     if failures:
         raise failures[0]
+
+
+def _check_start(config: EngineConfig) -> None:
+    """Raises what a start would of settings that do not suit the model or the machine."""
+    make_plan(config)
+    check_template(config.model)
 
 
 def _leave_threads(app: Starlette, failures: Sequence[BaseException], code: int) -> None:

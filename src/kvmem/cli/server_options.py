@@ -1,5 +1,6 @@
 """The options of the HTTP side, as a dataclass like those of kvmem.cli.options."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -99,7 +100,10 @@ class ServerOptions:
         )
 
     def _keys(self) -> tuple[str, ...]:
-        keys = [] if self.api_key is None else [key.strip() for key in self.api_key.split(",")]
+        given = self.api_key
+        if given is None:  # a variable that is set and empty is no option to Typer, but was meant
+            given = os.environ.get("LLAMA_API_KEY")
+        keys = [] if given is None else [key.strip() for key in given.split(",")]
         if self.api_key_file is not None:
             try:
                 lines = self.api_key_file.read_text("utf-8-sig").splitlines()

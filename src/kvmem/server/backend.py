@@ -12,7 +12,7 @@ from kvmem.chat.render import ChatRenderer, RenderedChat
 from kvmem.chat.request import ChatRequest, RequestDefaults, parse_chat_request
 from kvmem.chat.text import Tokenizer
 from kvmem.chat.token_bound import TokenBound
-from kvmem.config import EngineConfig
+from kvmem.config import EngineConfig, ModelConfig
 from kvmem.engine.conversations import ConversationInfo
 from kvmem.engine.engine import Engine
 from kvmem.engine.events import Event
@@ -20,11 +20,12 @@ from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams
 from kvmem.errors import RequestError
 from kvmem.llama.context import CancelToken
+from kvmem.llama.model import Model
 from kvmem.llama.sampler import describe_sampling
 from kvmem.llama.template import ChatTemplate
 from kvmem.llama.vocab import Vocab
 
-__all__ = ["Backend", "EngineBackend"]
+__all__ = ["Backend", "EngineBackend", "check_template"]
 
 
 class Backend(Protocol):
@@ -43,6 +44,12 @@ class Backend(Protocol):
     def default_sampling(self, defaults: RequestDefaults) -> dict[str, Any]: ...
     def conversations(self) -> Sequence[ConversationInfo]: ...
     def close(self) -> None: ...
+
+
+def check_template(config: ModelConfig) -> None:
+    """Raises ModelError: the chat template cannot be used. Maps the model and computes nothing."""
+    with Model(config.path, n_gpu_layers=0, use_mmap=True) as model:
+        ChatTemplate(model, config.chat_template or "")
 
 
 class EngineBackend:
