@@ -166,6 +166,24 @@ def test_a_termination_does_not_wait_for_a_prompt_that_is_rendered(
     assert not any("Traceback" in line or "CancelledError" in line for line in server.log())
 
 
+def test_a_termination_does_not_wait_for_a_body(tiny_llama: Path) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n"
+    with (
+        serving("-m", str(tiny_llama), *ARGS) as server,
+        socket.create_connection(server.address(), timeout=WAIT_S) as client,
+    ):
+        client.sendall(head + b"Expect: 100-continue\r\n\r\n{")
+        assert client.recv(1) == b"H"  # it waits for more
+        sent = monotonic()
+        assert server.stop(signal.SIGTERM) == 0
+        assert monotonic() - sent < 5
+        told = rest_of(client).decode()
+    assert "HTTP/1.1 503" in told and '"message":"the server is stopping"' in told
+    lines = server.log()
+    assert sum("end=503" in line for line in lines) == 1
+    assert not any("Traceback" in line or "Error" in line or "Cancel" in line for line in lines)
+
+
 @pytest.mark.parametrize("reads_on", [True, False])
 def test_a_client_that_has_stopped_to_read_is_waited_for_but_not_long(
     tiny_llama: Path, reads_on: bool

@@ -1,10 +1,12 @@
 """Order, signs of life and shutdown: what happens while several clients wait."""
 
 import asyncio
+import json
 import threading
 from typing import Any
 
 import pytest
+from engines import log_records
 from server_fake import (
     ENDLESS,
     WAIT_S,
@@ -166,6 +168,32 @@ def test_a_halt_answers_who_runs_who_waits_and_who_comes() -> None:
             assert [call.status for call in (waiting[1], late)] == [503, 503]
             assert not backend.closed, "what counts tokens goes on until the connections are closed"
         assert backend.closed
+
+    run(test())
+
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/apply-template")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_halt_waits_for_no_body(path: str) -> None:
+    async def test() -> None:
+        async with running(app_of(FakeBackend())) as app:
+            await ready(app)
+            with log_records("kvmem") as records:
+                call = Call(app, body(), path=path, is_cut=True)
+                await asyncio.sleep(0.01)
+                assert not call.task.done()
+                app.state.halt()
+                late = Call(app, body(), path=path, is_cut=True)
+                for one in (call, late):
+                    await one.task
+                    error = json.loads(one.body)["error"]
+                    assert (one.status, error["type"]) == (503, "unavailable_error")
+                    assert error["message"] == "the server is stopping"
+            ends = [record.__dict__["fields"]["end"] for record in records]
+            assert ends == ["503", "503"]
+        assert not app.state.is_in_use()
 
     run(test())
 

@@ -59,7 +59,9 @@ class CompletionApi:
         return await self._answer(request, OpenAiShape)
 
     async def _answer(self, request: Request, kind: type[Shape]) -> Response:
-        asked = parse_completion_request(await read_object_body(request), self._defaults)
+        asked = parse_completion_request(
+            await read_object_body(request, self._worker), self._defaults
+        )
         check_n_replies("prompt", len(asked.prompts) * asked.n, self._worker)
         backend = self._worker.backend
         work = Work(self._worker, request)

@@ -76,7 +76,7 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         """A chat completion, whole or streamed. The client's `model` is not looked at."""
-        body = await read_json(request)
+        body = await read_json(request, self._worker)
         backend = self._worker.backend
         asked = parse_chat_request(body, self._defaults)
         check_n_replies("n", asked.n, self._worker)

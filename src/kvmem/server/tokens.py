@@ -40,7 +40,7 @@ class TokenApi:
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of `content`; with `with_pieces`, beside their texts."""
-        body = await read_object_body(request)
+        body = await read_object_body(request, self._worker)
         tokenizer = self._worker.backend.tokenizer
         if body.get("content") is None:
             return JSONResponse({"tokens": []})
@@ -56,19 +56,19 @@ class TokenApi:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of `tokens`."""
-        body = await read_object_body(request)
+        body = await read_object_body(request, self._worker)
         tokens = read_list(body, "tokens") or []
         return await self._worker.in_thread(_detokenize, tokens, self._worker.backend.tokenizer)
 
     async def apply_template(self, request: Request) -> Response:
         """The prompt that a chat request would give, as text."""
-        asked = parse_chat_request(await read_json(request), self._defaults)
+        asked = parse_chat_request(await read_json(request, self._worker), self._defaults)
         rendered = await self._worker.in_thread(self._worker.backend.render, asked)
         return JSONResponse({"prompt": rendered.text})
 
     async def count(self, request: Request) -> Response:
         """How many tokens the prompt of a chat request has, as `usage` would count them."""
-        asked = parse_chat_request(await read_json(request), self._defaults)
+        asked = parse_chat_request(await read_json(request, self._worker), self._defaults)
         rendered = await self._worker.in_thread(self._worker.backend.render, asked)
         n_tokens = len(rendered.prompt.tokens)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": n_tokens})

@@ -176,7 +176,7 @@ class EngineWorker:
         self._backend: Backend | None = None
         self._failure: BaseException | None = None
         self._stopping = False
-        self._halts: set[Callable[[], None]] = set()  # wake who waits for a thread
+        self._halts: set[Callable[[], None]] = set()  # wake who waits in until_halt
         self._n_in_threads = 0
         self._is_left_open = False
         self._may_close = threading.Event()
@@ -233,6 +233,16 @@ class EngineWorker:
                 with self._lock:
                     self._n_in_threads -= 1
 
+        with self._lock:
+            if self._stopping:
+                raise Cancelled(STOPPING)
+            self._n_in_threads += 1
+        work = asyncio.ensure_future(run_in_threadpool(call))
+        work.add_done_callback(_look_at)
+        return await self.until_halt(work)
+
+    async def until_halt(self, work: "asyncio.Future[T]") -> T:
+        """What it comes to. Raises Cancelled as the server stops, and leaves it to the caller."""
         loop = asyncio.get_running_loop()
         halted = asyncio.Event()
 
@@ -243,12 +253,10 @@ class EngineWorker:
             if self._stopping:
                 raise Cancelled(STOPPING)
             self._halts.add(halt)
-            self._n_in_threads += 1
-        work = asyncio.ensure_future(run_in_threadpool(call))
-        work.add_done_callback(_look_at)
         end = asyncio.ensure_future(halted.wait())
         try:
-            await asyncio.wait({work, end}, return_when=asyncio.FIRST_COMPLETED)
+            first: set[asyncio.Future[Any]] = {work, end}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         finally:
             end.cancel()
             with self._lock:
