@@ -105,7 +105,7 @@ class FakeBackend:
     def render_completion(self, request: CompletionRequest) -> RenderedCompletion:
         tokenizer: Any = self.tokenizer
         prompts = [
-            Prompt(tokens=tuple(tokenize_mixed(text, tokenizer, add_special=True)))
+            Prompt(tokens=tuple(tokenize_mixed(text, tokenizer, "prompt", add_special=True)))
             for text in request.prompts
             for _ in range(request.n)
         ]

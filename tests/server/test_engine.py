@@ -143,6 +143,50 @@ def test_what_only_the_model_can_refuse_is_a_400(client: TestClient, stream: boo
     assert "token 1000000 is not in the vocabulary" in response.json()["error"]["message"]
 
 
+NO_TEXT = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        *(
+            (path, fields, param)
+            for path in (CHAT, "/completion", "/v1/completions")
+            for fields, param in (
+                ({"logit_bias": {"999999": 1}}, "logit_bias"),
+                ({"logit_bias": [[999999, False]]}, "logit_bias"),
+                ({"samplers": ["top_k", "foo"]}, "samplers"),
+                ({"lora": [{"id": 0, "scale": 1}]}, "lora"),
+            )
+        ),
+        (CHAT, {"messages": NO_TEXT}, "messages[0].content[0]"),
+        ("/completion", {"prompt": ""}, "prompt"),
+        ("/completion", {"prompt": ["a", ""]}, "prompt[1]"),
+        ("/completion", {"prompt": [1000000]}, "prompt"),
+        ("/completion", {"prompt": ["a", [1, -1]]}, "prompt[1]"),
+        ("/v1/completions", {"suffix": "x"}, "suffix"),
+        ("/v1/completions", {"echo": True}, "echo"),
+        ("/v1/completions", {"best_of": 2}, "best_of"),
+        ("/tokenize", {"content": ["a", 999999]}, "content"),
+        ("/detokenize", {"tokens": [999999]}, "tokens"),
+    ],
+)
+def test_the_field_that_is_wrong_is_named(
+    client: TestClient, path: str, fields: dict[str, Any], param: str
+) -> None:
+    response = client.post(path, json={"messages": [user("hi")], "prompt": "hi", **fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert error["message"].startswith(f"{param} "), "and stands in front"
+
+
+@pytest.mark.parametrize("name", ["temperature", "top-k", "minp", "nucleus", "dry"])
+def test_every_name_of_a_sampler_is_taken(client: TestClient, name: str) -> None:
+    body = {"messages": [user("hi")], "prompt": "hi", "max_tokens": 1, "samplers": [name]}
+    for path in (CHAT, "/completion"):
+        assert client.post(path, json=body).status_code == 200
+
+
 def test_a_prompt_beyond_the_workspace_loses_nothing(client: TestClient) -> None:
     chat(client, user(words(100, 5)))
     response = client.post(CHAT, json={"messages": [user(words(2000))], "stream": True})

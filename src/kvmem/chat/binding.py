@@ -5,12 +5,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from kvmem.chat.fields import FieldError
+from kvmem.chat.fields import FieldError, UnsupportedFieldError
 from kvmem.chat.reply import ThinkingTags
 from kvmem.chat.request import ChatRequest
-from kvmem.chat.sampling import resolve_biases
+from kvmem.chat.sampling import resolve_sampling
 from kvmem.engine.sampling import SamplingParams
-from kvmem.errors import UnsupportedContentError
 from kvmem.llama.vocab import Vocab
 
 __all__ = ["ANSWERING_DEFAULTS", "THINKING_DEFAULTS", "bind", "find_thinking"]
@@ -46,7 +45,7 @@ def bind(
     fields, rendered: what the template was given, and the result. thinks: the template knows it.
 
     Raises:
-        FieldError, UnsupportedContentError: what is demanded cannot be enforced.
+        FieldError: what is demanded cannot be enforced.
     """
     sampling = request.sampling
     if thinks and sampling.temperature != 0:
@@ -55,8 +54,6 @@ def bind(
         sampling = replace(sampling, **missing)
     thinking = find_thinking(rendered)
     bound: dict[str, object] = {"generation_prompt": rendered["generation_prompt"]}
-    if "logit_bias" in sampling.extra:
-        bound["logit_bias"] = resolve_biases(sampling.extra["logit_bias"], vocab)
     if request.grammar is not None:
         if thinking.is_open:
             raise FieldError(
@@ -71,7 +68,7 @@ def bind(
         }
     elif request.schema is not None or request.tool_choice.mode == "required":
         what = "tool_choice" if request.schema is None else "response_format"
-        raise UnsupportedContentError(f"{what} cannot be enforced with this chat template")
+        raise UnsupportedFieldError(what, "cannot be enforced with this chat template")
     if thinking.start and thinking.ends:
         bound["reasoning"] = {
             "start": thinking.start,
@@ -79,7 +76,7 @@ def bind(
             "budget": _budget(request.thinking.budget, rendered, thinking, vocab),
             "message": request.thinking.message,
         }
-    return replace(sampling, extra={**sampling.extra, **bound})
+    return replace(sampling, extra={**resolve_sampling(sampling.extra, vocab), **bound})
 
 
 def find_thinking(rendered: Mapping[str, Any]) -> ThinkingTags:

@@ -3,12 +3,13 @@
 llama-server's own form and OpenAI's old one differ in few names; what is read here serves both.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvmem.chat.fields import (
     FieldError,
+    UnsupportedFieldError,
     read_bool,
     read_integer,
     read_list,
@@ -23,12 +24,12 @@ from kvmem.chat.sampling import (
     read_sampling,
     read_stop,
     read_time_limit,
-    resolve_biases,
+    resolve_sampling,
 )
 from kvmem.chat.text import MixedText, read_mixed_text, tokenize_mixed
 from kvmem.engine.prompt import Prompt
 from kvmem.engine.sampling import GenerateParams, SamplingParams
-from kvmem.errors import RequestError, UnsupportedContentError
+from kvmem.errors import RequestError
 from kvmem.llama.grammar import schema_grammar
 from kvmem.llama.model import Model
 from kvmem.llama.sampler import describe_sampling
@@ -76,12 +77,10 @@ class CompletionRequest:
     fields: tuple[str, ...] = ()
 
     def params(self, vocab: Vocab) -> GenerateParams:
-        """How each reply is made. Raises FieldError: the grammar or the schema cannot be used."""
-        extra = dict(self.sampling.extra)
+        """How each reply is made. Raises FieldError: sampling, grammar or schema cannot be used."""
+        extra = resolve_sampling(self.sampling.extra, vocab)
         if grammar := self._grammar(vocab.model):
             extra["grammar"] = grammar
-        if "logit_bias" in extra:
-            extra["logit_bias"] = resolve_biases(extra["logit_bias"], vocab)
         return GenerateParams(
             sampling=replace(self.sampling, extra=extra),
             max_tokens=self.max_tokens,
@@ -106,7 +105,7 @@ class CompletionRequest:
 def parse_completion_request(
     body: dict[str, Any], defaults: RequestDefaults | None = None
 ) -> CompletionRequest:
-    """Read the body of a completion. Raises FieldError and UnsupportedContentError."""
+    """Read the body of a completion. Raises FieldError; UnsupportedFieldError is one."""
     defaults = defaults or RequestDefaults()
     prompts, is_list = _read_prompts(body)
     schema = read_object(body, "json_schema")
@@ -116,7 +115,7 @@ def parse_completion_request(
     for name, harmless in (("suffix", ""), ("best_of", 1), ("echo", False)):
         value = body.get(name)
         if value is not None and (type(value) is not type(harmless) or value != harmless):
-            raise UnsupportedContentError(f"{name} is not supported")
+            raise UnsupportedFieldError(name, "is not supported")
     n_probs = read_integer(body, "n_probs", least=0, most=MAX_PROBS)
     if n_probs is None and not isinstance(body.get("logprobs"), bool):
         n_probs = read_integer(body, "logprobs", least=0, most=MAX_PROBS)
@@ -158,15 +157,15 @@ class RenderedCompletion:
 
 
 def render_completion(request: CompletionRequest, vocab: Vocab) -> RenderedCompletion:
-    """Raises RequestError: a token, the grammar or a sampling field cannot be used."""
+    """Raises FieldError: a prompt, a token, the grammar or a sampling field cannot be used."""
     params = request.params(vocab)
     prompts = [
         Prompt(
-            tokens=tuple(tokenize_mixed(text, vocab, add_special=True)),
+            tokens=tuple(tokens),
             query_fallback="a plain completion has no question",
             is_read_anew=not request.uses_cache and number == 0,
         )
-        for text in request.prompts
+        for tokens in _tokenize(request, vocab)
         for number in range(request.n)  # the first one reads it for all
     ]
     settings = describe_sampling(vocab.model, params.sampling.as_dict())
@@ -185,6 +184,16 @@ def render_completion(request: CompletionRequest, vocab: Vocab) -> RenderedCompl
             "timings_per_token": request.with_timings,
         },
     )
+
+
+def _tokenize(request: CompletionRequest, vocab: Vocab) -> Iterator[list[int]]:
+    """The tokens of each prompt. Raises FieldError: it has none, or one that there is not."""
+    for index, text in enumerate(request.prompts):
+        path = f"prompt[{index}]" if request.is_list else "prompt"
+        tokens = tokenize_mixed(text, vocab, path, add_special=True)
+        if not tokens:
+            raise FieldError(path, "is empty, and this model has no token to begin with")
+        yield tokens
 
 
 def _read_prompts(body: dict[str, Any]) -> tuple[tuple[MixedText, ...], bool]:

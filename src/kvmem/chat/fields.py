@@ -4,10 +4,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from kvmem.errors import RequestError
+from kvmem.errors import RequestError, UnsupportedContentError
 
 __all__ = [
     "FieldError",
+    "UnsupportedFieldError",
     "is_finite_number",
     "read_bool",
     "read_integer",
@@ -27,6 +28,10 @@ class FieldError(RequestError):
     def __init__(self, field: str, rule: str) -> None:
         super().__init__(f"{field} {rule}")
         self.field = field
+
+
+class UnsupportedFieldError(FieldError, UnsupportedContentError):
+    """A field asks for what this model or version cannot do."""
 
 
 def read_bool(body: Fields, name: str, *, path: str = "") -> bool | None:

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvmem.chat.fields import FieldError, read_list, read_object, read_text
-from kvmem.errors import UnsupportedContentError
+from kvmem.chat.fields import FieldError, UnsupportedFieldError, read_list, read_object, read_text
 
 __all__ = ["Message", "ToolCall", "read_messages"]
 
@@ -88,7 +87,7 @@ class Message:
 
 
 def read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
-    """The messages of a request body. Raises FieldError and UnsupportedContentError."""
+    """The messages of a request body. Raises FieldError; UnsupportedFieldError is one."""
     messages = read_list(body, "messages")
     if not messages:
         raise FieldError("messages", "must be a list with at least one message")
@@ -132,7 +131,7 @@ def _read_part(part: object, path: str) -> str:
         raise FieldError(f"{path}.type", "must be given")
     name = TEXT_PARTS.get(kind)
     if name is None:
-        raise UnsupportedContentError(f"{path} has the type {kind!r}; only text can be read")
+        raise UnsupportedFieldError(path, f"has the type {kind!r}; only text can be read")
     text = read_text(part, name, path=f"{path}.")
     if text is None:
         raise FieldError(f"{path}.{name}", "must be given")

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvmem.chat.binding import bind, find_thinking
 from kvmem.chat.contents import ContentFinder, find_last_part
+from kvmem.chat.fields import FieldError
 from kvmem.chat.reply import NewParser, Parser, PlainParser, ReplyReader, ThinkingTags
 from kvmem.chat.request import ChatRequest
 from kvmem.chat.segments import SegmentTokenizer, TokenizedText
@@ -110,7 +111,9 @@ class ChatRenderer:
             text = prompt["prompt"]
             parser = self._open_held(request, held, prompt["generation_prompt"])
         if not text:
-            raise RequestError("the chat template wrote nothing: give a message with content")
+            raise FieldError(
+                "messages", "come to nothing in the chat template: give one with content"
+            )
         if limit_tokens is not None:
             self._bound.check(text, limit_tokens)
         result = parser.rendered

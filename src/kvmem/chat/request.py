@@ -1,8 +1,8 @@
 """Client JSON to ChatRequest: the only place that reads what a client sent.
 
 Unknown fields are ignored; null means absent; a wrong type is a FieldError that names the field.
-What is known but not built yet is an UnsupportedContentError: nothing that was asked for is dropped
-in silence.
+What is known but not built yet is an UnsupportedContentError, of a single field an
+UnsupportedFieldError: nothing that was asked for is dropped in silence.
 """
 
 from collections.abc import Mapping

@@ -8,15 +8,17 @@ from typing import Any
 
 from kvmem.chat.fields import (
     FieldError,
+    UnsupportedFieldError,
     is_finite_number,
     read_bool,
     read_integer,
     read_list,
     read_number,
 )
-from kvmem.chat.text import Tokenizer
 from kvmem.engine.sampling import SamplingParams
-from kvmem.errors import UnsupportedContentError
+from kvmem.errors import RequestError
+from kvmem.llama.sampler import describe_sampling
+from kvmem.llama.vocab import Vocab
 
 __all__ = [
     "MAX_REPLIES",
@@ -25,7 +27,7 @@ __all__ = [
     "read_sampling",
     "read_stop",
     "read_time_limit",
-    "resolve_biases",
+    "resolve_sampling",
 ]
 
 MAX_REPLIES = 16
@@ -98,10 +100,10 @@ def read_stop(body: dict[str, Any]) -> tuple[str, ...]:
 
 
 def read_sampling(body: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
-    """Raises FieldError, and UnsupportedContentError for what changes a reply and is not built."""
+    """Raises FieldError, and UnsupportedFieldError for what changes a reply and is not built."""
     for name in NOT_BUILT:
         if body.get(name) not in (None, False, []):
-            raise UnsupportedContentError(f"{name} is not supported: leave it out")
+            raise UnsupportedFieldError(name, "is not supported: leave it out")
     extra: dict[str, object] = {}
     for name, (target, least, most) in EXTRA_NUMBERS.items():
         number = read_number(body, name, least=least, most=most)
@@ -138,19 +140,35 @@ def read_sampling(body: dict[str, Any], defaults: SamplingParams) -> SamplingPar
     return replace(defaults, extra={**defaults.extra, **extra}, **changes)
 
 
-def resolve_biases(biases: Any, tokenizer: Tokenizer) -> list[list[float | None]]:
-    """The same with ids alone: a text stands for each of its tokens."""
-    return [
-        [token, bias]
-        for named, bias in biases
-        for token in (tokenizer.tokenize(named) if isinstance(named, str) else [named])
-    ]
+def resolve_sampling(extra: Mapping[str, Any], vocab: Vocab) -> dict[str, object]:
+    """SamplingParams.extra for this model: a text that is biased stands for each of its tokens.
+
+    Raises FieldError: a token or a sampler that there is not.
+    """
+    resolved = dict(extra)
+    if "logit_bias" in extra:
+        resolved["logit_bias"] = biases = [
+            [token, bias]
+            for named, bias in extra["logit_bias"]
+            for token in (vocab.tokenize(named) if isinstance(named, str) else [named])
+        ]
+        for token, _ in biases:
+            if not 0 <= token < vocab.n_tokens:
+                raise FieldError(
+                    "logit_bias", f"cannot be used: token {token} is not in the vocabulary"
+                )
+    if "samplers" in extra:
+        try:
+            describe_sampling(vocab.model, {"samplers": extra["samplers"]})
+        except RequestError:
+            raise FieldError("samplers", "must name samplers that llama.cpp has") from None
+    return resolved
 
 
 def _read_logit_bias(body: dict[str, Any]) -> list[list[int | str | float | None]]:
     """{"id": bias} as OpenAI has it, or llama-server's [[id, bias], ...]; false forbids a token.
 
-    What is no number is a text: resolve_biases knows its tokens.
+    What is no number is a text: resolve_sampling knows its tokens.
     """
     value = body.get("logit_bias")
     if value is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from kvmem.chat.fields import FieldError
+from kvmem.chat.fields import FieldError, UnsupportedFieldError
 from kvmem.chat.json_schema import (
     NormalSchema,
     Unenforced,
@@ -27,7 +27,7 @@ from kvmem.chat.json_schema import (
 from kvmem.chat.messages import Message
 from kvmem.chat.request import ChatRequest
 from kvmem.chat.tools import Tool
-from kvmem.errors import RequestError, UnsupportedContentError
+from kvmem.errors import RequestError
 from kvmem.llama.grammar import check_grammar, schema_grammar
 from kvmem.llama.model import Model
 from kvmem.llama.template import ChatTemplate
@@ -113,8 +113,7 @@ class TemplateFormat:
         """Whether all that is demanded can be enforced.
 
         Raises:
-            FieldError, UnsupportedContentError: a demand that would be lost, by tool, path and
-                keyword.
+            FieldError: a demand that would be lost, by tool, path and keyword.
         """
         if request.grammar is not None:
             require_grammar(model, request.grammar)
@@ -133,9 +132,10 @@ class TemplateFormat:
         ]
         if not self.has_tools:
             if request.tool_choice.mode == "required":
-                raise UnsupportedContentError(
-                    "a call is demanded, but this model's chat template has no place for tools; "
-                    "start the server with a --chat-template-file that has one"
+                raise UnsupportedFieldError(
+                    "tool_choice",
+                    "demands a call, but this model's chat template has no place for tools; "
+                    "start the server with a --chat-template-file that has one",
                 )
             notes.insert(
                 0, "the chat template has no place for tools: the model is not told of them"

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kvmem.chat.fields import FieldError
-from kvmem.errors import RequestError, UnsupportedContentError
+from kvmem.chat.fields import FieldError, UnsupportedFieldError
 
 __all__ = ["MixedText", "Tokenizer", "check_tokens", "read_mixed_text", "tokenize_mixed"]
 
@@ -39,16 +38,23 @@ def _read_wrapped(value: dict[str, Any], path: str) -> str:
     if not isinstance(text, str):
         raise FieldError(f"{path}.prompt_string", "must be a string")
     if value.get("multimodal_data"):
-        raise UnsupportedContentError(f"{path}.multimodal_data: images are not supported yet")
+        raise UnsupportedFieldError(
+            f"{path}.multimodal_data", "is not supported yet: images cannot be read"
+        )
     return text
 
 
 def tokenize_mixed(
-    text: MixedText, tokenizer: Tokenizer, *, add_special: bool, parse_special: bool = True
+    text: MixedText,
+    tokenizer: Tokenizer,
+    path: str,
+    *,
+    add_special: bool,
+    parse_special: bool = True,
 ) -> list[int]:
     """Token ids. What the model wants at the start comes before a text that stands first.
 
-    Raises RequestError: an id is outside the vocabulary.
+    Raises FieldError, about this field: an id is outside the vocabulary.
     """
     tokens: list[int] = []
     for index, part in enumerate(text):
@@ -58,12 +64,15 @@ def tokenize_mixed(
             )
         else:
             tokens.append(part)
-    return check_tokens(tokens, tokenizer)
+    return check_tokens(tokens, tokenizer, path)
 
 
-def check_tokens(tokens: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """The same. Raises RequestError if one is outside the vocabulary."""
+def check_tokens(tokens: Sequence[int], tokenizer: Tokenizer, path: str) -> list[int]:
+    """The same. Raises FieldError if one is outside the vocabulary."""
     for token in tokens:
         if not 0 <= token < tokenizer.n_tokens:
-            raise RequestError(f"token {token} is outside the vocabulary of {tokenizer.n_tokens}")
+            raise FieldError(
+                path,
+                f"holds token {token}, which is outside the vocabulary of {tokenizer.n_tokens}",
+            )
     return list(tokens)

@@ -83,7 +83,9 @@ def _tokenize(
     with_pieces: bool,
 ) -> Response:
     """In a thread, as the next one: a book takes seconds."""
-    tokens = tokenize_mixed(text, tokenizer, add_special=add_special, parse_special=parse_special)
+    tokens = tokenize_mixed(
+        text, tokenizer, "content", add_special=add_special, parse_special=parse_special
+    )
     if not with_pieces:
         return JSONResponse({"tokens": tokens})
     shown = [{"id": token, "piece": _shown(tokenizer.piece(token))} for token in tokens]
@@ -93,7 +95,7 @@ def _tokenize(
 def _detokenize(tokens: list[Any], tokenizer: Tokenizer) -> Response:
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
         raise FieldError("tokens", "must be a list of token ids")
-    pieces = [tokenizer.piece(token) for token in check_tokens(tokens, tokenizer)]
+    pieces = [tokenizer.piece(token) for token in check_tokens(tokens, tokenizer, "tokens")]
     return JSONResponse({"content": b"".join(pieces).decode("utf-8", "replace")})
 
 
