@@ -10,6 +10,7 @@ from engines import Recorded, Reply, make_config, random_tokens, record
 
 from kvmem.engine.calibration import Calibration
 from kvmem.engine.engine import Engine
+from kvmem.engine.prompt import Prompt
 from kvmem.engine.session import Session
 from kvmem.errors import ConfigError
 
@@ -142,6 +143,41 @@ def test_client_ids_keep_equal_beginnings_apart(tiny_llama: Path) -> None:
             reply = chat.ask(session, random_tokens(20, 3 + i))
             assert reply.stats.memory.conversation_use == "switched"
         assert {info.client_id for info in conversations_of(session).infos} == {"one", "other"}
+
+
+def test_one_that_begins_like_none_is_new(tiny_llama: Path) -> None:
+    """Also where it takes the place of one that is empty, or so short that anything goes on it."""
+    with record(tiny_llama, **WHOLE) as recorded:
+        session = recorded.session
+        chat, other = Chat(random_tokens(99, 1)), Chat(random_tokens(99, 2))
+        short = Prompt(tokens=(60, 61, 62), conversation_id="theirs")
+        stats = [
+            chat.ask(session, random_tokens(60, 3)).stats,
+            generate(session, short).stats,
+            other.ask(session, random_tokens(60, 4)).stats,
+            generate(session, Prompt(tokens=(70, 71, 72))).stats,
+            generate(session, Prompt(tokens=(70, 71, 72, 73))).stats,
+            chat.ask(session, random_tokens(20, 5)).stats,
+        ]
+        found = [(one.memory.conversation_use, one.memory.conversation) for one in stats]
+        assert found == [
+            ("new", 1), ("new", 2), ("new", 3), ("new", 4), ("same", 4), ("switched", 1),
+        ]  # fmt: skip
+        assert [one.cached_tokens for one in stats[:4]] == [0] * 4
+        assert [one.memory.n_conversations for one in stats] == [1, 2, 2, 3, 3, 3]
+        assert {info.client_id for info in conversations_of(session).infos} == {None}
+        conversations_of(session).check()
+
+
+def test_a_single_history_that_is_left_is_new(tiny_llama: Path) -> None:
+    with record(tiny_llama, **{**WHOLE, "conversations": 1}) as recorded:
+        found = [
+            generate(recorded.session, Prompt(tokens=tokens)).stats.memory
+            for tokens in ((60,) * 40, (60,) * 50, (70,) * 40)
+        ]
+        assert [(one.conversation_use, one.conversation) for one in found] == [
+            ("new", 1), ("same", 1), ("new", 2),
+        ]  # fmt: skip
 
 
 def test_the_least_recently_used_leaves(tiny_llama: Path) -> None:

@@ -81,6 +81,7 @@ class Conversations:
         self._clock += 1
         best, shared, kept = self._find(prompt, tokens)
         use = self._choose(best, prompt, shared, kept)
+        is_unlike = shared == 0
         if prompt.is_read_anew:
             use, kept, shared = self._forget_known(use, best), 0, 0
         elif use == "new":
@@ -95,6 +96,10 @@ class Conversations:
             self._needed = None
             self._tidy()
         active = memory.active
+        if is_unlike:  # whatever conversation this was, it is another one from here on
+            use = "new"
+            if active.used:
+                self._number(active)
         active.used = self._clock
         active.is_superseded = False
         active.client_id = prompt.conversation_id or active.client_id
