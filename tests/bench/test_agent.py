@@ -9,7 +9,7 @@ from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from rich.console import Console
@@ -241,7 +241,9 @@ def test_from_the_command_line_to_a_report(
     assert (where["task"], where["system"]) == (["tools"], ["kvmem", "stock"])
     write_jsonl(tmp_path / "other.jsonl", [environment(tiny_llama, {}), {"what": "else"}])
     drafts = {"record": "drafts", "what": "save a state", "ms": 15.3, "n": 9}  # an old line
-    turn = {name: 1 for name in TurnRecord.__dataclass_fields__} | {"away": None, "kind": "code"}
+    samples: dict[type, Any] = {int: 1, float: 0.5, bool: True, str: "code"}
+    turn = {name: samples[hint] for name, hint in get_type_hints(TurnRecord).items()}
+    turn["away"] = None
     write_jsonl(tmp_path / "turns.jsonl", [{"record": "TurnRecord", **turn}])
     write_jsonl(tmp_path / "old.jsonl", [drafts])
     experiment = {"experiment": "transfers", "what": "seal 1 block", "GB/s": 38.4, "n": 9}
@@ -280,6 +282,59 @@ def test_a_file_that_no_bench_wrote_is_named_and_hides_no_other(
     for name, why, line in (("a", "a line is no object", first), ("c", "Is a directory", second)):
         start = f"error: the file of a kept run is {tmp_path / name}.jsonl, but must be one that "
         assert line.startswith(start) and why in line
+
+
+KEPT = Path(__file__).parents[2] / "bench/results"
+AGENT, SPEED, TURNS, RECALL = (
+    f"{name}-2026-11-30"
+    for name in ("agent-chat-27b-h200", "speed-smollm2", "turns-smollm2", "recall-smollm2")
+)
+
+
+@pytest.mark.parametrize(
+    ("kept", "name", "value"),
+    [
+        (AGENT, "prompt_tokens", None),
+        (AGENT, "accepted_tokens", "x"),
+        (AGENT, "phases", 3),
+        (AGENT, "phases", {"read_s": "x"}),
+        (AGENT, "decision", 1),
+        (AGENT, "task", "Tools"),
+        (AGENT, "prompt_s", 0),
+        (AGENT, "round", True),
+        (SPEED, "first_token_s", "x"),
+        (SPEED, "of_ceiling", []),
+        (TURNS, "answered", 1),
+        (TURNS, "away", "0"),
+        (RECALL, "policy", {}),
+        (RECALL, "new_blocks", None),
+    ],
+)
+def test_a_wrong_value_is_named_and_hides_no_other_file(
+    kept: str, name: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, *rest = read_jsonl(KEPT / f"{kept}.jsonl")
+    assert name in second
+    broken = tmp_path / "a.jsonl"
+    write_jsonl(broken, [first, {**second, name: value}, *rest])
+    write_jsonl(tmp_path / "b.jsonl", read_jsonl(KEPT / f"{SPEED}.jsonl"))
+    assert execute(["bench", "report", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "b.jsonl" in said.out and "a.jsonl" not in said.out
+    (line,) = said.err.splitlines()
+    assert line.startswith(f"error: the file of a kept run is {broken}, but must be one that ")
+    assert f"(line 2: {name} is {json.dumps(value, separators=(',', ':'))})" in line
+
+
+def test_what_was_no_number_is_none_again(tmp_path: Path) -> None:
+    """And a list of GPUs that is none is not shown."""
+    write_jsonl(tmp_path / "a.jsonl", [{"record": "environment", "gpus": 5}, record(0)])
+    known = record(0, prompt_s=math.nan, phases={"read_s": math.nan}, of_ceiling=None)
+    write_jsonl(tmp_path / "b.jsonl", [known])
+    (found,) = load_run(tmp_path / "b.jsonl").agents
+    assert math.isnan(found.prompt_s) and found.of_ceiling is None
+    assert found.phases is not None and math.isnan(found.phases["read_s"])
+    assert execute(["bench", "report", str(tmp_path)]) == 0
 
 
 def test_runs_are_drawn_as_png_and_svg(tiny_llama: Path, tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
 """Saved runs, as records again: what `kvmem bench report` summarises."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType, UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from kvmem.bench.agent import AgentRecord
 from kvmem.bench.quality import Record
-from kvmem.bench.record import read_jsonl
+from kvmem.bench.record import json_line, read_jsonl
 from kvmem.bench.remote_speed import RemoteRecord
 from kvmem.bench.speed import RequestRecord, SpeedRecord
 from kvmem.bench.turns import TurnRecord
@@ -15,7 +17,17 @@ from kvmem.errors import ConfigError
 
 __all__ = ["SavedRun", "load_recall", "load_run", "run_files"]
 
-R = TypeVar("R", SpeedRecord, RequestRecord, RemoteRecord, AgentRecord, TurnRecord)
+R = TypeVar("R", SpeedRecord, RequestRecord, RemoteRecord, AgentRecord, TurnRecord, Record)
+
+DIVISORS: Mapping[type, tuple[str, ...]] = MappingProxyType(
+    {
+        SpeedRecord: ("n_tokens", "seconds"),
+        RemoteRecord: ("first_token_s",),
+        AgentRecord: ("prompt_s",),
+        TurnRecord: ("blocks",),
+    }
+)
+"""What is divided by, so that none of it may be 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,22 +68,21 @@ def load_recall(path: Path) -> list[tuple[str, Record]]:
     Raises ConfigError: the file is something else.
     """
     try:
-        return [_recall(line) for line in read_jsonl(path) if "policy" in line]
+        return [
+            _recall(number, line)
+            for number, line in enumerate(read_jsonl(path), 1)
+            if "policy" in line
+        ]
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             "kept_run", path, f"one of kvmem bench quality or recall ({error})"
         ) from None
 
 
-def _recall(line: dict[str, Any]) -> tuple[str, Record]:
-    known = {field.name for field in fields(Record)}
-    # what was not a number is null in JSON, but for `free`, which may be unknown
-    given: dict[str, Any] = {
-        name: float("nan") if value is None and name != "free" else value
-        for name, value in line.items()
-        if name in known
-    }
-    return str(line.get("cell", "")), Record(**given)
+def _recall(number: int, line: dict[str, Any]) -> tuple[str, Record]:
+    known = get_type_hints(Record)
+    given = {name: value for name, value in line.items() if name in known}
+    return str(line.get("cell", "")), _filled(Record, number, given)
 
 
 def load_run(path: Path) -> SavedRun:
@@ -80,12 +91,17 @@ def load_run(path: Path) -> SavedRun:
         lines = read_jsonl(path)
         if not lines or not all(isinstance(line, dict) for line in lines):
             raise ValueError("a line is no object" if lines else "it is empty")
-        environment = lines.pop(0) if lines[0].get("record") == "environment" else {}
-        speeds, requests = _of(SpeedRecord, lines), _of(RequestRecord, lines)
-        remotes, agents = _of(RemoteRecord, lines), _of(AgentRecord, lines)
-        recalls = tuple(_recall(line) for line in lines if {"policy", "kl_nats"} <= line.keys())
-        turns = _of(TurnRecord, lines)
-        experiments = tuple(_experiment(line) for line in lines if _is_experiment(line))
+        environment = lines[0] if lines[0].get("record") == "environment" else {}
+        numbered = list(enumerate(lines, 1))[bool(environment) :]
+        speeds, requests = _of(SpeedRecord, numbered), _of(RequestRecord, numbered)
+        remotes, agents = _of(RemoteRecord, numbered), _of(AgentRecord, numbered)
+        recalls = tuple(
+            _recall(number, line)
+            for number, line in numbered
+            if {"policy", "kl_nats"} <= line.keys()
+        )
+        turns = _of(TurnRecord, numbered)
+        experiments = tuple(_experiment(line) for _, line in numbered if _is_experiment(line))
         known = (speeds, requests, remotes, agents, recalls, turns, experiments)
         return SavedRun(
             path=path,
@@ -97,7 +113,7 @@ def load_run(path: Path) -> SavedRun:
             recalls=recalls,
             turns=turns,
             experiments=experiments,
-            n_others=len(lines) - sum(map(len, known)),
+            n_others=len(numbered) - sum(map(len, known)),
         )
     except (OSError, ValueError, TypeError) as error:
         rule = f"one that `kvmem bench --out` wrote ({error})"
@@ -115,17 +131,46 @@ def _experiment(line: dict[str, Any]) -> dict[str, Any]:
     return {"experiment": "drafts", **{key: line[key] for key in line if key != "record"}}
 
 
-def _of(kind: type[R], lines: Sequence[dict[str, Any]]) -> tuple[R, ...]:
-    # what was not a number is null in JSON
-    unknown: Any = float("nan") if kind is TurnRecord else None
+def _of(kind: type[R], numbered: Iterable[tuple[int, dict[str, Any]]]) -> tuple[R, ...]:
     return tuple(
-        kind(
-            **{
-                name: unknown if value is None else value
-                for name, value in line.items()
-                if name != "record"
-            }
-        )
-        for line in lines
+        _filled(kind, number, {name: value for name, value in line.items() if name != "record"})
+        for number, line in numbered
         if line.get("record") == kind.__name__
     )
+
+
+def _filled(kind: type[R], number: int, given: Mapping[str, Any]) -> R:
+    """A record with these fields. Raises ValueError: names the line, and the field that is not of
+    its type; TypeError: one is missing or unknown.
+    """
+    hints = get_type_hints(kind)
+    values = {}
+    for name, value in given.items():
+        try:
+            values[name] = _typed(value, hints.get(name, object))
+            if name in DIVISORS.get(kind, ()) and values[name] <= 0:
+                raise ValueError
+        except ValueError:
+            raise ValueError(f"line {number}: {name} is {json_line(value)}") from None
+    return kind(**values)
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """The value, if it is what a field of this type was written as. Raises ValueError.
+
+    JSON has null for NaN too, so that it is one where no None is expected.
+    """
+    if hint is float and value is None:
+        return math.nan
+    if isinstance(hint, UnionType):  # something or None
+        return None if value is None else _typed(value, get_args(hint)[0])
+    if get_origin(hint) is dict and isinstance(value, dict):
+        return {name: _typed(item, get_args(hint)[1]) for name, item in value.items()}
+    fits = (
+        value in get_args(hint)
+        if get_origin(hint) is Literal
+        else type(value) in ((int, float) if hint is float else (hint,))
+    )
+    if not fits and hint is not object:
+        raise ValueError
+    return value

@@ -49,7 +49,8 @@ def show(
 
 def machine(where: dict[str, Any]) -> str:
     """Model, processor and commit of a run, as far as they are known."""
-    processors = where.get("gpus") or [where.get("cpu")]
+    gpus = where.get("gpus")
+    processors = gpus if gpus and isinstance(gpus, list) else [where.get("cpu")]
     commit = where.get("commit") and f"commit {where['commit']}"
     known = [str(item) for item in (where.get("model"), *processors, commit) if item]
     return ", ".join(known) or "machine and commit were not written down"
