@@ -326,6 +326,23 @@ def test_a_wrong_value_is_named_and_hides_no_other_file(
     assert f"(line 2: {name} is {json.dumps(value, separators=(',', ':'))})" in line
 
 
+def test_a_run_that_was_killed_is_shown_as_far_as_it_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    kept = (KEPT / f"{AGENT}.jsonl").read_text()
+    path.write_text(kept[:-30])
+    assert execute(["bench", "report", str(tmp_path), "--json"]) == 0
+    said = capsys.readouterr()
+    n_lines = kept.count("\n")
+    assert json.loads(said.out)["agent"][0]["rounds"] == n_lines - 2  # the first, and the cut one
+    line = f"W kvmem.bench.record: {path}: line {n_lines}, the last, is not whole: left out"
+    assert said.err.splitlines() == [line]
+    path.write_text(kept.replace('"round":1,', '"round":,'))
+    assert execute(["bench", "report", str(tmp_path)]) == 1
+    assert "(line 3: Expecting value at column" in capsys.readouterr().err
+
+
 def test_what_was_no_number_is_none_again(tmp_path: Path) -> None:
     """And a list of GPUs that is none is not shown."""
     write_jsonl(tmp_path / "a.jsonl", [{"record": "environment", "gpus": 5}, record(0)])

@@ -1,9 +1,12 @@
 """Raw results: strict JSON, one line a record, written whole."""
 
 import json
+import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from kvmem.bench.record import environment, json_line, read_jsonl, record_file, write_jsonl
 
@@ -59,3 +62,37 @@ def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path: Path) -> None:
     assert target.read_bytes() == kept  # it has measured nothing
     with record_file(None, {}) as keep:
         keep({"a": 1})
+
+
+def test_a_last_line_that_is_cut_off_is_left_out_and_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run.jsonl"
+    write_jsonl(path, [{"where": "here"}, {"a": 1}, {"a": "ü"}])
+    whole = path.read_bytes()
+    assert len(read_jsonl(path)) == 3
+    assert caplog.messages == []
+    for cut in (b'{"a"', b'{"a":"\xc3', b"{\n"):  # the second within a letter of two bytes
+        path.write_bytes(whole + cut)
+        assert len(read_jsonl(path)) == 3
+        assert caplog.messages == [f"{path}: line 4, the last, is not whole: left out"]
+        assert caplog.records[0].levelno == logging.WARNING
+        caplog.clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b'{"a": 1}\n{"a"\n{"a": 2}\n', "line 2: Expecting ':' delimiter at column 5"),
+        (b'{"a": 1}\n\n{"a": 2}\n', "line 2: Expecting value at column 1"),
+        (b'{"a": 1}\n{"a":"\xff"}\n{"a": 2}\n', "line 2: 'utf-8' codec can't decode byte 0xff"),
+        (b'{"a": ', "line 1: Expecting value at column 7"),  # nothing stands before it
+    ],
+)
+def test_another_broken_line_is_an_error_that_says_where(
+    text: bytes, why: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match=why):
+        read_jsonl(path)

@@ -1,6 +1,7 @@
 """Raw results as JSON lines: the first line says what ran where, each other line is one record."""
 
 import json
+import logging
 import math
 import os
 import platform
@@ -23,6 +24,8 @@ __all__ = [
     "version",
     "write_jsonl",
 ]
+
+_log = logging.getLogger(__name__)
 
 
 def environment(model: Path | None, settings: dict[str, Any], bench: str = "") -> dict[str, Any]:
@@ -95,8 +98,25 @@ def record_file(path: Path | None, where: dict[str, Any]) -> Iterator[Callable[.
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All lines of a file of records; the first is the environment."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """All lines of a file of records; the first is the environment.
+
+    A last line that is not whole, as a killed run may leave it, is left out with a warning. Raises
+    ValueError: names another line that is no JSON.
+    """
+    lines = path.read_bytes().splitlines()
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            if number == len(lines) > 1:
+                _log.warning("%s: line %d, the last, is not whole: left out", path, number)
+                break
+            what = str(error)
+            if isinstance(error, json.JSONDecodeError):
+                what = f"{error.msg} at column {error.colno}"
+            raise ValueError(f"line {number}: {what}") from None
+    return found
 
 
 def gpu_used_bytes() -> int:
