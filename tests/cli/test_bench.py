@@ -92,6 +92,14 @@ def test_a_floored_budget_is_warned_of(
         ),
         (["speed", "--depth", "512"], "at least pool_tokens=1024"),
         (["speed", "--repeats", "0"], "at least 1"),
+        *(
+            (
+                [command, "-t", "-3"],
+                "error: -t is -3, but must be at least 1, or 0 for all cores; try kvmem bench "
+                f"{command} --help",
+            )
+            for command in ("recall", "quality", "speed", "agent", "turns")
+        ),
     ],
 )
 def test_mistakes_are_one_line(

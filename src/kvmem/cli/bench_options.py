@@ -30,6 +30,7 @@ __all__ = [
     "Threads",
     "Ubatch",
     "Url",
+    "can_be_threads",
     "can_be_written",
     "model_or_demo",
 ]
@@ -50,6 +51,13 @@ def can_be_written(path: Path | None) -> Path | None:
     return path
 
 
+def can_be_threads(count: int) -> int:
+    """The same number. ConfigError: it is below 0, which stands for all cores."""
+    if count < 0:
+        raise ConfigError("n_threads", count, "at least 1, or 0 for all cores")
+    return count
+
+
 Model = Annotated[
     Path | None, Option("-m", "--model", help="GGUF file. Left out: the demo model, fetched once.")
 ]
@@ -57,7 +65,9 @@ Generator = Annotated[
     Literal["harbor", "office", "agent"], Option(help="Which text generator makes the histories.")
 ]
 Seed = Annotated[int, Option(help="Seed of the first history.")]
-Threads = Annotated[int, Option("-t", "--threads", help="Threads; 0 for all cores.")]
+Threads = Annotated[
+    int, Option("-t", "--threads", help="Threads; 0 for all cores.", callback=can_be_threads)
+]
 Layers = Annotated[int, Option("-ngl", "--n-gpu-layers", help="Layers on the GPU; -1 for all.")]
 KvDtype = Annotated[KvType, Option("--kv-dtype", help="Type of K and V.")]
 Budget = Annotated[int, Option("--kvmem-budget", help="Tokens that are visible.")]

@@ -22,7 +22,14 @@ from kvmem.bench.report import (
 from kvmem.bench.saved import load_recall
 from kvmem.bench.summary import TARGETS, Size, gates, summarise
 from kvmem.bench.sweep import DEFAULT_CELLS, OF_A_CELL, parse_cell, sweep, tasks_of
-from kvmem.cli.bench_options import Calibration, KvDtype, Layers, Shuffle, can_be_written
+from kvmem.cli.bench_options import (
+    Calibration,
+    KvDtype,
+    Layers,
+    Shuffle,
+    can_be_threads,
+    can_be_written,
+)
 from kvmem.cli.progress import progress, table_console
 from kvmem.config import KvType
 from kvmem.errors import ConfigError
@@ -78,7 +85,10 @@ def quality(
         Option("--by-chunk", help="Read each chunk again over the blocks that it asks for."),
     ] = False,
     jobs: Annotated[int, Option(help="Histories at a time, a process each.")] = 1,
-    threads: Annotated[int, Option("-t", "--threads", help="Threads of each; 0 for all.")] = 0,
+    threads: Annotated[
+        int,
+        Option("-t", "--threads", help="Threads of each; 0 for all.", callback=can_be_threads),
+    ] = 0,
     n_gpu_layers: Layers = 0,
     out: Annotated[
         Path | None,
