@@ -225,3 +225,8 @@ def test_bytes_that_are_no_text_are_told_as_such(
         monkeypatch.setattr(sys, "stdin", given)
         assert run("-m", str(tiny_llama), *MODEL_ARGS, "-f", "-") == 2
         assert capsys.readouterr().err.startswith("error: --file is -, but must be text in UTF-8")
+    for flag, rest in (("--prompt", ()), ("--system", ("-p", "hi"))):
+        argument = os.fsdecode(b"\xff bad")
+        assert run("-m", str(tiny_llama), *MODEL_ARGS, flag, argument, *rest) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {flag} is other bytes, but must be text in UTF-8")

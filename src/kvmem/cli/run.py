@@ -83,6 +83,8 @@ def run(
     logs.set_up(verbose=verbose)
     config = options.config()
     defaults = sampling.defaults()
+    for name, given in (("prompt", prompt), ("system", system)):
+        _in_utf8(name, "other bytes", given or "")
     text = _prompt_of(prompt, file)
     if text is None and as_json:
         raise ConfigError("json", "given", "used with a prompt")
@@ -113,11 +115,21 @@ def _prompt_of(prompt: str | None, file: Path | None) -> str | None:
     if file is not None or not sys.stdin.isatty():
         try:
             text = sys.stdin.read()
-            text.encode()  # where the locale is not UTF-8, other bytes come in as surrogates
         except UnicodeError as error:
             raise ConfigError("file", "-", f"text in UTF-8 ({error})") from None
-        return text
+        return _in_utf8("file", "-", text)
     return None
+
+
+def _in_utf8(setting: str, value: str, text: str) -> str:
+    """The same text. ConfigError: in arguments, and where the locale is not UTF-8, other bytes have
+    come in as surrogates.
+    """
+    try:
+        text.encode()
+    except UnicodeError as error:
+        raise ConfigError(setting, value, f"text in UTF-8 ({error})") from None
+    return text
 
 
 def _answer(chat: Chat, text: str, *, as_json: bool) -> None:
