@@ -8,12 +8,16 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    if sys.argv[1:2] == ["serve"]:
-        # ends in order from the first moment, whatever is imported, calibrated or loaded
-        signal.signal(signal.SIGTERM, _end)
-    from kvmem.cli.app import execute
+    try:
+        if sys.argv[1:2] == ["serve"]:
+            # ends in order from the first moment, whatever is imported, calibrated or loaded
+            signal.signal(signal.SIGTERM, _end)
+        from kvmem.cli.app import execute
 
-    sys.exit(execute(sys.argv[1:]))
+        code = execute(sys.argv[1:])
+    except KeyboardInterrupt:  # also of the import
+        code = 130
+    sys.exit(code)
 
 
 def _end(number: int, frame: object) -> None:
