@@ -343,15 +343,19 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_is_whole(
     assert "(line 3: Expecting value at column" in capsys.readouterr().err
 
 
-def test_what_was_no_number_is_none_again(tmp_path: Path) -> None:
-    """And a list of GPUs that is none is not shown."""
-    write_jsonl(tmp_path / "a.jsonl", [{"record": "environment", "gpus": 5}, record(0)])
+def test_what_was_no_number_is_none_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a list of GPUs that is none is not shown, a name in brackets as it is."""
+    where = {"record": "environment", "gpus": 5, "model": "[/x].gguf", "cpu": "[b]"}
+    write_jsonl(tmp_path / "a.jsonl", [where, record(0)])
     known = record(0, prompt_s=math.nan, phases={"read_s": math.nan}, of_ceiling=None)
     write_jsonl(tmp_path / "b.jsonl", [known])
     (found,) = load_run(tmp_path / "b.jsonl").agents
     assert math.isnan(found.prompt_s) and found.of_ceiling is None
     assert found.phases is not None and math.isnan(found.phases["read_s"])
     assert execute(["bench", "report", str(tmp_path)]) == 0
+    assert "a.jsonl: [/x].gguf, [b]\n" in capsys.readouterr().out
 
 
 def test_runs_are_drawn_as_png_and_svg(tiny_llama: Path, tmp_path: Path) -> None:

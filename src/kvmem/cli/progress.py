@@ -29,8 +29,11 @@ WIDE = 120
 
 
 def table_console(*, quiet: bool = False) -> Console:
-    """A console on stdout: as wide as the terminal, or wide enough where there is none."""
-    return Console(highlight=False, quiet=quiet, width=None if sys.stdout.isatty() else WIDE)
+    """A console on stdout: as wide as the terminal, or wide enough where there is none. Brackets in
+    a name are no markup.
+    """
+    width = None if sys.stdout.isatty() else WIDE
+    return Console(highlight=False, markup=False, quiet=quiet, width=width)
 
 
 @contextlib.contextmanager
