@@ -343,6 +343,17 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_is_whole(
     assert "(line 3: Expecting value at column" in capsys.readouterr().err
 
 
+def test_a_run_that_was_stopped_at_a_paraphrased_question_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, *rest = read_jsonl(KEPT / f"{RECALL}.jsonl")
+    write_jsonl(tmp_path / "a.jsonl", [first, next(r for r in rest if not r["shares_word"])])
+    assert execute(["bench", "report", str(tmp_path), "--json"]) == 0
+    ((row,),) = json.loads(capsys.readouterr().out)["recall"].values()
+    assert (row["n"], row["n_paraphrased"], row["kl_nats"]) == (0, 1, [None] * 3)
+    assert execute(["bench", "report", str(tmp_path)]) == 0
+
+
 def test_what_was_no_number_is_none_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

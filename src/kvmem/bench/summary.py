@@ -55,7 +55,7 @@ def summarise(records: Sequence[Record]) -> list[Row]:
     names = list(dict.fromkeys(record.policy for record in records))
     direct = [r for r in records if r.shares_word]
     groups = {name: [r for r in direct if r.policy == name] for name in names}
-    kl_of = {name: statistics.fmean(r.kl_nats for r in group) for name, group in groups.items()}
+    kl_of = {name: _mean([r.kl_nats for r in group]) for name, group in groups.items()}
     kl_recency, kl_gold = kl_of.get(RECENCY, float("nan")), kl_of.get(GOLD, float("nan"))
     rows = []
     for name, group in groups.items():
@@ -68,22 +68,31 @@ def summarise(records: Sequence[Record]) -> list[Row]:
                 n=len(group),
                 n_paraphrased=len(indirect),
                 gold_recall=_interval(group, lambda r: r.gold_recall),
-                gold_rank=statistics.median(ranks) if ranks else math.nan,
+                gold_rank=_median(ranks),
                 kl_nats=_interval(group, lambda r: r.kl_nats),
-                top1=statistics.fmean(r.top1 for r in group),
+                top1=_mean([r.top1 for r in group]),
                 kle=kle(kl_of[name], kl_recency, kl_gold),
                 forced=_interval(group, lambda r: r.forced),
                 of_full=_of_full(group, groups.get(FULL, [])),
                 free=_interval(free, lambda r: bool(r.free)) if free else None,
                 paraphrase_recall=_interval(indirect, lambda r: r.gold_recall),
                 session_recall=_interval(group, lambda r: r.session_recall),
-                score_ms=statistics.median(r.score_ms for r in group),
-                bytes_per_token=statistics.median(r.bytes_per_token for r in group),
-                blocks_in=statistics.median(r.new_blocks for r in group),
-                bytes_in=statistics.median(r.bytes_in for r in group),
+                score_ms=_median([r.score_ms for r in group]),
+                bytes_per_token=_median([r.bytes_per_token for r in group]),
+                blocks_in=_median([r.new_blocks for r in group]),
+                bytes_in=_median([r.bytes_in for r in group]),
             )
         )
     return rows
+
+
+def _mean(values: Sequence[float]) -> float:
+    """NaN where there is none: of a run that was stopped, all may be paraphrased."""
+    return statistics.fmean(values) if values else math.nan
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else math.nan
 
 
 def _interval(records: Sequence[Record], value: Callable[[Record], float]) -> Interval:
