@@ -120,6 +120,9 @@ def test_rates_and_shares_by_hand() -> None:
     assert math.isnan(summarise_agent([record(0, reply_tokens=1, decode_s=0.0)])[0].decode_per_s)
     drafted = [record(0, drafted_tokens=8, accepted_tokens=6)]
     assert summarise_agent(drafted)[0].accepted_share == 0.75
+    (kept,) = summarise_agent([record(0, cached_tokens=100, replayed_tokens=0)])
+    assert (kept.overall_per_s, kept.replay_share) == (0.0, None)
+    assert math.isnan(kept.overall_over_initial)
 
 
 def test_the_phases_of_rounds_add_up() -> None:

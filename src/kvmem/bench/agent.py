@@ -200,7 +200,8 @@ class AgentSummary:
 
     @property
     def overall_over_initial(self) -> float:
-        return self.overall_per_s / self.initial_per_s
+        """NaN where the first round read nothing: a server may have kept its prompt."""
+        return self.overall_per_s / self.initial_per_s if self.initial_per_s else math.nan
 
 
 def run_agent(spec: AgentSpec, *, report: Report = silent) -> Iterator[AgentRecord]:
@@ -322,6 +323,7 @@ def _summary(records: Sequence[AgentRecord]) -> AgentSummary:
     first, last = records[0], records[-1]
     n_read = sum(r.read_tokens for r in records)
     replayed = [r.replayed_tokens for r in records if r.replayed_tokens is not None]
+    n_all = n_read + sum(replayed)
     drafted = sum(r.drafted_tokens or 0 for r in records)
     accepted = sum(r.accepted_tokens or 0 for r in records)
     # a server may end a reply at once, or send no text but at its end
@@ -340,7 +342,7 @@ def _summary(records: Sequence[AgentRecord]) -> AgentSummary:
         overall_per_s=n_read / sum(r.prompt_s for r in records),
         decode_per_s=statistics.median(rates),
         decode_last_per_s=rates[-1],
-        replay_share=sum(replayed) / (n_read + sum(replayed)) if replayed else None,
+        replay_share=sum(replayed) / n_all if replayed and n_all else None,
         accepted_share=accepted / drafted if drafted else None,
         peak_rss_bytes=max((n for n in rss if n is not None), default=None),
         peak_gpu_bytes=max(gpu, default=None),
