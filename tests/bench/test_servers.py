@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -81,11 +81,6 @@ def is_ready(url: str) -> bool:
 SERVERS = {"kvmem": kvmem_server, "llama-server": llama_server}
 
 
-@pytest.fixture(params=list(SERVERS))
-def start(request: pytest.FixtureRequest) -> Callable[..., object]:
-    return SERVERS[request.param]
-
-
 def check_tasks(url: str) -> None:
     tasks: tuple[Task, ...] = ("tools", "chat")
     for task in tasks:
@@ -127,16 +122,18 @@ def check_speed(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["tiny_llama", pytest.param("demo_model", marks=pytest.mark.slow)]
+    ("server", "model"),
+    [
+        ("kvmem", "tiny_llama"),
+        ("llama-server", "tiny_llama"),
+        pytest.param("kvmem", "demo_model", marks=pytest.mark.slow),
+    ],
 )
 def test_a_server_is_measured_by_the_same_client(
-    start: Callable[..., "Iterator[str]"],
-    model: str,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
+    server: str, model: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     path: Path = request.getfixturevalue(model)
-    with start(path, tmp_path, 4096) as url:  # type: ignore[attr-defined]
+    with SERVERS[server](path, tmp_path, 4096) as url:
         check_tasks(url)
         check_speed(url)
 

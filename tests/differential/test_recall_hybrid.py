@@ -31,9 +31,17 @@ def test_a_quarter_of_the_history_recalls_and_its_controls_do_not() -> None:
 
 @pytest.mark.slow
 def test_all_questions() -> None:
-    lengths = (1024, 2048, 4096)
-    found = {p: ask(p, lengths) for p in ("full", "fused", "heads", "recency", "shuffled")}
-    assert all(sum(outcome.asked.values()) == 300 for outcome in found.values())
+    """The goal on all of them, one voice on two lengths, controls on the shortest."""
+    lengths = {
+        **dict.fromkeys(("full", "fused"), (1024, 2048, 4096)),
+        "heads": (1024, 2048),
+        **dict.fromkeys(("recency", "shuffled"), (1024,)),
+    }
+    found = {policy: ask(policy, tokens) for policy, tokens in lengths.items()}
+    assert all(
+        sum(outcome.asked.values()) == 100 * len(lengths[policy])
+        for policy, outcome in found.items()
+    )
     right = {name: outcome.recalled for name, outcome in found.items()}
     assert right["full"] >= 0.94
     # the goal of this memory: 98 % of what the full cache answers, at first-pass Q; seen 98.3 %
@@ -41,8 +49,8 @@ def test_all_questions() -> None:
     kept = [a.is_right for a, is_ours in zip(found["fused"].told, answered, strict=True) if is_ours]
     assert sum(kept) / len(kept) >= 0.975
     assert found["fused"].gold_share >= 0.98
-    assert right["heads"] >= 0.84
+    assert right["heads"] >= 0.93  # seen .963
     assert right["recency"] <= 0.3
     assert right["shuffled"] <= 0.3
     # what was never told is not made up, whatever is visible
-    assert all(outcome.right["none"] >= 50 for outcome in found.values())
+    assert all(outcome.right["none"] >= 0.9 * outcome.asked["none"] for outcome in found.values())
