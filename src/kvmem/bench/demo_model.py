@@ -154,10 +154,11 @@ def _watch(
 
 def _tree_bytes(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        # pip moves files while we look.
-        with contextlib.suppress(OSError):
-            total += path.stat().st_size if path.is_file() else 0
+    for parent, _, names in os.walk(folder):  # leaves out a folder that has gone meanwhile
+        for name in names:
+            # pip moves files while we look.
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 
