@@ -112,8 +112,13 @@ def agent(
     if plots is not None:
         plot_agent(records, plots, machine(where))
     title = f"{url or (path and path.name)}, {tokens} tokens in {rounds} rounds"
-    fields = {"rows": [agent_fields(row) for row in summarise_agent(records)]}
-    show(as_json, where, fields, title, *agent_tables(records))
+    show(
+        as_json,
+        where,
+        lambda: {"rows": [agent_fields(row) for row in summarise_agent(records)]},
+        title,
+        agent_tables(records),
+    )
 
 
 def agent_fields(summary: AgentSummary) -> dict[str, Any]:

@@ -30,15 +30,15 @@ def measure(
 def show(
     as_json: bool,
     where: dict[str, Any],
-    fields: Mapping[str, object],
+    fields: Callable[[], Mapping[str, object]],
     title: str | None,
-    *tables: RenderableType,
+    tables: Iterable[RenderableType],
 ) -> None:
-    """The fields behind those of the run, as one object; or the tables. title: None where a table
-    has its own.
+    """The fields behind those of the run, as one object; or the tables. Only what is shown is
+    worked out. title: None where a table has its own.
     """
     if as_json:
-        print(json_line({**where, **fields}))
+        print(json_line({**where, **fields()}))
         return
     console = table_console()
     if title is not None:

@@ -95,6 +95,6 @@ def recall(
         f"{spec.seeds.start}..{spec.seeds.stop - 1}), budget {budget} in units of {block}"
         f"{', index SHUFFLED' if shuffle else ''}"
     )
-    fields = {"rows": [asdict(row) for row in rows]}
-    show(as_json, where, fields, None, recall_table(rows, title), gate_table(bars))
+    tables = (recall_table(rows, title), gate_table(bars))
+    show(as_json, where, lambda: {"rows": [asdict(row) for row in rows]}, None, tables)
     return 1 if gate and not all(bar.passed for bar in bars) else 0

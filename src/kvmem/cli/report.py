@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,9 +46,8 @@ def report(
             plot_speed(run.speeds, run.requests, run.path.with_suffix(""), title)
         if plots and run.agents:
             plot_agent(run.agents, run.path.with_suffix(""), title)
-        show(
-            as_json, {"file": run.path.name, **run.environment}, _fields(run), title, *_tables(run)
-        )
+        where = {"file": run.path.name, **run.environment}
+        show(as_json, where, partial(_fields, run), title, _tables(run))
     return code
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -112,8 +113,8 @@ def speed(
     if plots is not None:
         plot_speed(speeds, requests, plots, machine(where))
     title = f"{spec.model.name}, pool of {pool} cells, {repeats} rounds"
-    fields = speed_fields(speeds, requests)
-    show(as_json, where, fields, title, *speed_tables(speeds, requests))
+    fields = partial(speed_fields, speeds, requests)
+    show(as_json, where, fields, title, speed_tables(speeds, requests))
 
 
 def _speed_of_server(
@@ -127,7 +128,8 @@ def _speed_of_server(
             lambda report: run_remote_speed(spec, url, api_key=api_key, report=report),
         )
     )
-    show(as_json, where, {"rows": [asdict(row) for row in rows]}, url, remote_table(rows))
+    tables = (remote_table(rows),)
+    show(as_json, where, lambda: {"rows": [asdict(row) for row in rows]}, url, tables)
 
 
 def speed_fields(

@@ -70,5 +70,5 @@ def turns(
         f"{spec.model.name}, {tokens} tokens x {prompts} ({generator}), budget {budget} in units "
         f"of {block}, {turns} turns each"
     )
-    fields = {"rows": [asdict(row) for row in rows]}
-    show(as_json, where, fields, None, turn_table(rows, title))
+    tables = (turn_table(rows, title),)
+    show(as_json, where, lambda: {"rows": [asdict(row) for row in rows]}, None, tables)
