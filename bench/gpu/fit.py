@@ -1,10 +1,11 @@
 """A start on a smaller card: the rest of this GPU is taken first, and then a model is started with
-the sizes that kvmem chooses.
+the sizes that kvmem chooses. What is in use before, CUDA's own, is the card's, too.
 
     python bench/gpu/fit.py model.gguf --card-gib 16 --out fit.jsonl
 
 For each configuration one record: what the plan counted, what was free at every stage, whether a
-retry was needed, and the speed of a history that fills the pool. Nothing is modelled but the card.
+retry was needed, and the speed of a history that fills the pool. Nothing is modelled but the card:
+how much of it is free, and how much it has.
 """
 
 import argparse
@@ -14,20 +15,27 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import patch
 
-import numpy as np
-
+from kvmem.bench.asking import ask, read_in_pieces
 from kvmem.bench.record import environment, json_line, write_jsonl
+from kvmem.bench.speed import make_text
 from kvmem.cli.plan import make_plan
 from kvmem.config import DraftConfig, EngineConfig, MemoryConfig, ModelConfig, SpecType
 from kvmem.engine.engine import Engine
+from kvmem.engine.prompt import Prompt, Span
+from kvmem.engine.sampling import GenerateParams, SamplingParams
 from kvmem.errors import KvmemError
 from kvmem.llama import runtime
+from kvmem.llama.context import Share, shares_of
 
 MIB = 1 << 20
 CHUNK = 512 * MIB
+ASKED_TOKENS = 64
+"""Of the question behind a full pool, and of its reply."""
 
 
 def free_by_gpu() -> list[int]:
@@ -40,22 +48,32 @@ def free_bytes() -> int:
 
 @contextmanager
 def card(gib: float) -> Iterator[None]:
-    """Take memory of the one GPU until this much is left free."""
-    free_bytes()  # makes CUDA's own context, which a card of any size pays for
+    """Take memory of the one GPU until it has no more than a card of this size has, and say so
+    where kvmem asks how much it has: an automatic pool leaves a share of that free.
+    """
+    [gpu] = runtime.gpus()  # makes CUDA's own context, which a card of any size pays for
+    free = int(gib * 1024) * MIB - (gpu.total_bytes - gpu.free_bytes)
     mapped = Path("/proc/self/maps").read_text().split()
     name = next((word for word in mapped if "/libcudart" in word), "libcudart.so")
     cuda = ctypes.CDLL(name)
     taken: list[ctypes.c_void_p] = []
     try:
-        while (rest := free_bytes() - int(gib * 1024) * MIB) > 0:
+        while (rest := free_bytes() - free) > 0:
             pointer = ctypes.c_void_p()
             if cuda.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(min(rest, CHUNK))):
                 raise RuntimeError(f"{rest // MIB} MiB more than {gib} GiB are left on this GPU")
             taken.append(pointer)
-        yield
+        with patch("kvmem.engine.facts.shares_of", partial(_shares, int(gib * 1024) * MIB)):
+            yield
     finally:
         for pointer in taken:
             cuda.cudaFree(pointer)
+
+
+def _shares(card_bytes: int, *args: Any, **kwargs: Any) -> list[Share]:
+    """What devices hold and have, where the GPU is that card."""
+    shares = shares_of(*args, **kwargs)
+    return [share._replace(total=card_bytes) if share.device else share for share in shares]
 
 
 class _Lines(logging.Handler):
@@ -68,7 +86,7 @@ class _Lines(logging.Handler):
 
 
 def start(config: EngineConfig) -> dict[str, Any]:
-    """Start it, fill its pool, decode; what was free on the way."""
+    """Start it, fill its pool, ask; what was free on the way."""
     said = _Lines()
     logging.getLogger("kvmem").addHandler(said)
     row: dict[str, Any] = {"free MiB": free_bytes() // MIB}
@@ -84,12 +102,17 @@ def start(config: EngineConfig) -> dict[str, Any]:
             row["shares"] = [share._asdict() for share in engine.tiered.context.shares()]
             row["free MiB, started"] = free_bytes() // MIB
             session = engine.session()
-            n_tokens = min(engine.sizes.pool_tokens + 4096, engine.n_ctx)
-            tokens = np.random.default_rng(0).integers(0, 256, n_tokens)
-            started = time.perf_counter()
-            session.read(tokens.astype(np.int32))
-            row["read t/s"] = len(tokens) / (time.perf_counter() - started)
+            n_tokens = min(engine.sizes.pool_tokens + 4096, engine.n_ctx - 2 * ASKED_TOKENS)
+            text = make_text(engine, n_tokens + ASKED_TOKENS)
+            row["read t/s"] = n_tokens / read_in_pieces(session, text[:n_tokens])
             row["free MiB, pool full"] = free_bytes() // MIB
+            prompt = Prompt(tokens=text.tolist(), query_span=Span(n_tokens, len(text)))
+            sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+            params = GenerateParams(sampling=sampling, max_tokens=ASKED_TOKENS)
+            stats = ask(session, prompt, params).stats
+            row["decode t/s"] = stats.decode_per_s
+            row["blocks in"] = stats.memory.blocks_in if stats.memory else 0
+            row["free MiB, answered"] = free_bytes() // MIB
             row["transfer"] = engine.tiered.port.transfer
     except KvmemError as error:
         row["error"] = f"{type(error).__name__}: {error}"
@@ -105,7 +128,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path)
-    parser.add_argument("--card-gib", type=float, default=16.0, help="what the card has free")
+    parser.add_argument("--card-gib", type=float, default=16.0, help="what the card has")
     parser.add_argument("-c", "--ctx-size", type=int, default=262144)
     parser.add_argument("-t", "--threads", type=int, default=16)
     parser.add_argument("--out", type=Path)
