@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import card
 import drafts
@@ -28,9 +28,10 @@ from kvmem.bench.saved import load_run, run_files
 from kvmem.bench.speed import SpeedSpec
 from kvmem.cli.bench import bench
 from kvmem.config import SpecType
-from kvmem.engine import decode
+from kvmem.engine import decode, facts
 from kvmem.engine.engine import Engine
 from kvmem.llama import runtime
+from kvmem.llama.context import Share
 from kvmem.llama.model import Model
 
 GIB = 1 << 30
@@ -145,8 +146,33 @@ def test_a_card_is_not_larger_than_was_said(monkeypatch: pytest.MonkeyPatch) -> 
     device = runtime.Device("", "", "gpu", 3 * GIB, 4 * GIB)
     monkeypatch.setattr(runtime, "gpus", lambda: [device])
     monkeypatch.setattr(ctypes, "CDLL", lambda name: cuda)
-    with pytest.raises(RuntimeError, match="1024 MiB more than 2 GiB"), fit.card(2):
+    with pytest.raises(RuntimeError, match="2048 MiB more than 2 GiB"), fit.card(2):
         pass
+
+
+def test_a_smaller_card_is_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 GiB one was in use before; a card of 2 GiB has one left, and says that it has two."""
+    taken: list[int] = []
+
+    def malloc(pointer: object, n_bytes: ctypes.c_size_t) -> int:
+        taken.append(n_bytes.value)
+        return 0
+
+    cuda = SimpleNamespace(cudaMalloc=malloc, cudaFree=lambda pointer: 0)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: cuda)
+    monkeypatch.setattr(
+        runtime,
+        "gpus",
+        lambda: [runtime.Device("", "", "gpu", 3 * GIB - sum(taken), 4 * GIB)],
+    )
+    share = Share("CUDA0", GIB, 4 * GIB, 0, 0, 0, 0)
+    monkeypatch.setattr(
+        fit, "shares_of", lambda *args, **kwargs: [share, share._replace(device="")]
+    )
+    with fit.card(2):
+        assert runtime.gpus()[0].free_bytes == GIB
+        seen = cast(Any, facts).shares_of()
+    assert [one.total for one in seen] == [2 * GIB, 4 * GIB]
 
 
 def test_a_start_on_a_smaller_card(
