@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from pinned_tree import Originals, read_pin, read_series
+from scikit_build_core.settings.skbuild_read_settings import SettingsReader
 
 import kvmem
 
@@ -273,3 +274,19 @@ def test_cuda_sets_the_pairs_and_warns_of_one_compiler(root: Path, tmp_path: Pat
 def test_no_cuda_toolkit_is_one_sentence(root: Path, tmp_path: Path) -> None:
     said = " ".join(configure_cuda(root, tmp_path, "0", found="FALSE").split())
     assert "kvmem: KVMEM_CUDA is on but no CUDA toolkit was found" in said
+
+
+@pytest.mark.parametrize("option", ["KVMEM_CUDA", "KVMEM_RELEASE", "KVMEM_CHECKS"])
+def test_pip_takes_an_option_from_the_environment(
+    root: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`KVMEM_CUDA=1 pip install .`: what CMake is called with."""
+
+    def defined() -> dict[str, object]:
+        reader = SettingsReader.from_file(root / "pyproject.toml", {}, state="wheel")
+        return dict(reader.settings.cmake.define)
+
+    monkeypatch.delenv(option, raising=False)
+    assert defined()[option] == "OFF"
+    monkeypatch.setenv(option, "1")
+    assert defined()[option] == "1"
