@@ -140,8 +140,7 @@ def _last_words(*, alone: bool) -> Path:
         assert question is not None
         start = max(memory.n_tokens, n_total - LAST_WORDS)
         yield from passage.read_to(start)
-        memory.save_checkpoint()
-        memory.checkpoints.needed = start
+        memory.save_checkpoint(is_needed=True)
         with QueryTap(memory, passage.tokens, range(start, n_total)) as tap:
             yield from passage.read_to(n_total, phase="query_s", seal=False)
             query = tap.finish()[0]

@@ -103,6 +103,8 @@ class MemoryConfig:
     conversations: histories that are kept and take turns on the device.
     conversations_bytes: what they may take of the host limit together, while there are several;
         None for all of it.
+    device_checkpoint: of a hybrid model, keep the state that a second pass of a question begins
+        from on the device as well, which takes the memory of one state there.
     ordered: place blocks in position order (bit-equality tests), at the cost of moves.
     """
 
@@ -122,6 +124,7 @@ class MemoryConfig:
     type_v: KvType = "q8_0"
     conversations: int = 1
     conversations_bytes: int | None = None
+    device_checkpoint: bool = False
     ordered: bool = False
     batch_tokens: int = 512
     ubatch_tokens: int | None = None

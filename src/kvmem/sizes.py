@@ -32,7 +32,8 @@ class Place:
     free_bytes: what is free, the weights already taken off. total_bytes: all of it.
     weight_bytes: the weights that lie there.
     kv_bytes_per_token: K and V rows of one token in the layers that lie there.
-    state_bytes: recurrent states. staging_bytes: buffers that blocks are copied through.
+    state_bytes: recurrent states. checkpoint_bytes: of the one that is kept on the device.
+    staging_bytes: buffers that blocks are copied through.
     compute_bytes: the buffers of llama.cpp's graphs over a pool of up to compute_tokens;
         compute_bytes_per_token: what each token beyond them adds at most.
     """
@@ -43,6 +44,7 @@ class Place:
     kv_bytes_per_token: int
     weight_bytes: int = 0
     state_bytes: int = 0
+    checkpoint_bytes: int = 0
     staging_bytes: int = 0
     compute_bytes: int = 0
     compute_tokens: int = 0
@@ -65,7 +67,8 @@ class Place:
 
     def bytes_beside(self, pool_tokens: int) -> int:
         """All that a pool of so many tokens takes here beside its cells."""
-        return self.state_bytes + self.staging_bytes + self.compute_bytes_of(pool_tokens)
+        fixed = self.state_bytes + self.checkpoint_bytes + self.staging_bytes
+        return fixed + self.compute_bytes_of(pool_tokens)
 
     def bytes_of(self, pool_tokens: int) -> int:
         return pool_tokens * self.kv_bytes_per_token + self.bytes_beside(pool_tokens)

@@ -271,6 +271,13 @@ def test_below_the_budget_it_equals_a_twin_that_reuses_nothing(
     assert_below_the_budget(replies)
 
 
+@pytest.mark.parametrize("conversation", [remind, all_sorts], ids=lambda c: c.__name__)
+def test_with_a_state_on_the_device_it_equals_a_twin_that_reuses_nothing(
+    conversation: Callable[[], Iterator[Turn]], tiny_qwen35: Path
+) -> None:
+    assert_below_the_budget(live(tiny_qwen35, conversation, device_checkpoint=True))
+
+
 @pytest.mark.parametrize("conversation", [grow, all_sorts], ids=lambda c: c.__name__)
 def test_as_it_is_by_default_it_equals_a_twin_up_to_rounding(
     conversation: Callable[[], Iterator[Turn]], tiny_qwen35: Path
@@ -366,11 +373,12 @@ def test_after_a_cancel_anywhere_it_is_right(behind: bool, tiny_qwen35: Path) ->
                 assert_right_afterwards(recorded, tiny_qwen35)
 
 
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 def test_after_a_decode_that_failed_it_is_at_a_checkpoint(
-    tiny_qwen35: Path, monkeypatch: pytest.MonkeyPatch
+    on_device: bool, tiny_qwen35: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for fail_at in (2, 6, 8):
-        with record(tiny_qwen35, **EXACT) as recorded:
+        with record(tiny_qwen35, device_checkpoint=on_device, **EXACT) as recorded:
             plain, n_left = recorded.context.decode, fail_at
 
             def decode(*args: Any, **others: Any) -> None:
@@ -397,7 +405,7 @@ def test_a_state_that_cannot_be_restored_empties_the_session(
     with record(tiny_qwen35, **EXACT) as recorded:
         ask(recorded.session, HISTORY, span=SPAN)
 
-        def fail(*_: object) -> None:
+        def fail(*_: object, **__: object) -> None:
             raise DecodeError("no")
 
         monkeypatch.setattr(checkpoint, "restore_state", fail)

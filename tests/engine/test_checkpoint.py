@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from stock import stock_context
 
 from kvmem.engine import checkpoint as module
 from kvmem.engine import memory as memory_module
-from kvmem.engine.checkpoint import MAX_CHECKPOINTS, Checkpoints
+from kvmem.engine.checkpoint import MAX_CHECKPOINTS, Checkpoint, Checkpoints, DeviceCopy
 from kvmem.kv.budget import Charge, HostBudget
 from kvmem.kv.port import ArrayPort
 from kvmem.llama.state import restore_state, save_state, state_bytes
@@ -24,9 +25,14 @@ STATE_BYTES = 1000
 
 @dataclass(slots=True)
 class Device:
-    """Stands in for a context: its state is one byte, many times."""
+    """Stands in for a context: its state is one byte, many times. kept: the copy beside it."""
 
     value: int = 0
+    kept: int = 0
+
+
+def fake_bytes(device: Device, *, on_device: bool = False) -> int:
+    return 10 if on_device else STATE_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -35,14 +41,19 @@ def fake_state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if "tiny_qwen35" in request.fixturenames:
         return
 
-    def save(device: Device, out: np.ndarray) -> None:
-        out[:] = device.value
+    def save(device: Device, out: np.ndarray, *, on_device: bool = False) -> None:
+        if on_device:
+            device.kept = device.value
+        else:
+            out[:] = device.value
 
-    def restore(device: Device, state: np.ndarray, n_tokens: int) -> None:
-        assert (state == state[0]).all()
-        device.value = int(state[0])
+    def restore(
+        device: Device, state: np.ndarray, n_tokens: int, *, on_device: bool = False
+    ) -> None:
+        assert on_device or (state == state[0]).all()
+        device.value = device.kept if on_device else int(state[0])
 
-    monkeypatch.setattr(module, "state_bytes", lambda device: STATE_BYTES)
+    monkeypatch.setattr(module, "state_bytes", fake_bytes)
     monkeypatch.setattr(module, "save_state", save)
     monkeypatch.setattr(module, "restore_state", restore)
 
@@ -51,6 +62,16 @@ def make(limit_bytes: int = 1 << 20, **settings: int) -> tuple[Checkpoints, Devi
     device, budget = Device(), HostBudget(limit_bytes)
     port = ArrayPort(n_slots=1, block_tokens=1, row_bytes=[1])
     return Checkpoints(device, budget, port, **settings), device, budget  # type: ignore[arg-type]
+
+
+def make_two() -> tuple[Checkpoints, Checkpoints, DeviceCopy, Device]:
+    """Two histories over one device, which keeps a copy."""
+    device, budget = Device(), HostBudget(1 << 20)
+    port = ArrayPort(n_slots=1, block_tokens=1, row_bytes=[1])
+    context: Any = device
+    copy = DeviceCopy(context)
+    first, second = (Checkpoints(context, budget, port, device=copy) for _ in range(2))
+    return first, second, copy, device
 
 
 def reread(positions: list[int], change: int, end: int) -> int:
@@ -140,7 +161,7 @@ def test_points_behind_the_newest_are_refused() -> None:
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=80), st.integers(3, 9))
 def test_they_ascend_within_the_limit_and_keep_both_ends(steps: list[int], limit: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "state_bytes", lambda device: STATE_BYTES)
+        patch.setattr(module, "state_bytes", fake_bytes)
         patch.setattr(module, "save_state", lambda device, out: None)
         checkpoints, _, budget = make(limit=limit)
         for n_tokens in accumulate(steps):
@@ -286,6 +307,74 @@ def test_a_save_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert budget.used == checkpoints.n_bytes == STATE_BYTES
     checkpoints.clear()
     assert budget.used == 0
+
+
+def newest(checkpoints: Checkpoints) -> Checkpoint:
+    found = checkpoints.nearest(checkpoints.positions[-1])
+    assert found is not None
+    return found
+
+
+def test_the_copy_on_the_device_is_of_one_among_all_histories() -> None:
+    """It is put back while it is this one's. Once another is written over it, the host has both."""
+    first, second, copy, device = make_two()
+    device.value = 1
+    assert first.save(10, is_needed=True)
+    held = newest(first)
+    device.kept = 7  # what is on the device from here on is not what the host has
+    first.branch(10).restore(held)
+    assert device.value == 7
+    device.value = 2
+    assert second.save(20, is_needed=True)
+    assert copy.holds(newest(second)) and not copy.holds(held)
+    device.kept = 8
+    first.restore(held)
+    assert device.value == 1
+    second.restore(newest(second))
+    assert device.value == 8
+
+
+def test_what_is_saved_already_is_copied_where_it_is_needed() -> None:
+    first, second, copy, device = make_two()
+    device.value = 3
+    assert first.save(10)
+    assert second.save(5, is_needed=True)
+    assert not copy.holds(newest(first))
+    assert first.save(10, is_needed=True)
+    assert copy.holds(newest(first))
+    device.kept = 7
+    assert first.save(10, is_needed=True)
+    assert device.kept == 7, "it is there"
+
+
+def test_a_state_that_the_host_does_not_hold_is_not_copied() -> None:
+    first, second, copy, _ = make_two()
+    assert second.save(5, is_needed=True)
+    first._budget.set_limit(first._budget.used)  # noqa: SLF001
+    assert not first.save(10, is_needed=True)
+    assert copy.holds(newest(second))
+
+
+def test_a_copy_that_failed_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may hold half of it: the states come back from the host."""
+    first, second, copy, device = make_two()
+    device.value = 1
+    assert first.save(10, is_needed=True)
+
+    def save(device: Device, out: np.ndarray, *, on_device: bool = False) -> None:
+        if on_device:
+            device.kept = 99
+            raise RuntimeError("no")
+        out[:] = device.value
+
+    device.value = 2
+    monkeypatch.setattr(module, "save_state", save)
+    with pytest.raises(RuntimeError, match="no"):
+        second.save(20, is_needed=True)
+    assert not copy.holds(newest(first)) and not copy.holds(newest(second))
+    for one, value in ((first, 1), (second, 2)):
+        one.restore(newest(one))
+        assert device.value == value
 
 
 def test_a_real_state_goes_back_to_the_same_logits(tiny_qwen35: Path) -> None:

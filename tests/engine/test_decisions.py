@@ -180,10 +180,10 @@ def test_a_hybrid_saves_no_state_in_vain(
     """What opens the reply is read when it is clear what it sees, and the state before it saved."""
     saved: list[int] = []
 
-    def save(memory: Checkpoints, n_tokens: int) -> bool:
+    def save(memory: Checkpoints, n_tokens: int, *, is_needed: bool = False) -> bool:
         is_new = n_tokens not in memory.positions
         saved.extend([n_tokens] * is_new)
-        return kept(memory, n_tokens)
+        return kept(memory, n_tokens, is_needed=is_needed)
 
     kept = Checkpoints.save
     monkeypatch.setattr(Checkpoints, "save", save)

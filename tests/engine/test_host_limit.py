@@ -92,11 +92,13 @@ def test_a_state_that_is_too_large_is_answered_and_said_not_to_be_kept(tiny_qwen
         assert len(memory.checkpoints) > 0
 
 
-def test_without_a_state_to_go_back_to_the_first_pass_stands(tiny_qwen35: Path) -> None:
+def test_without_a_state_to_go_back_to_the_first_pass_stands(
+    tiny_qwen35: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = random_tokens(700, seed=1)
     with record(tiny_qwen35) as recorded:
         memory = recorded.memory
-        memory.checkpoints.save = lambda n_tokens: False  # type: ignore[method-assign]
+        monkeypatch.setattr(memory.checkpoints, "save", lambda *_, **__: False)
         report = ask(recorded.session, prompt, span=(660, 690)).stats.memory
         assert report.decision == "replay_skipped"
         assert report.reason == (

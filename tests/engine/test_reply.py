@@ -186,10 +186,10 @@ def test_what_a_switch_stores_is_counted_once(
     now_s = 0.0
 
     def slow(action: Callable[..., Any]) -> Callable[..., Any]:
-        def act(*args: Any) -> Any:
+        def act(*args: Any, **others: Any) -> Any:
             nonlocal now_s
             now_s += 1
-            return action(*args)
+            return action(*args, **others)
 
         return act
 

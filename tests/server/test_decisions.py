@@ -138,7 +138,7 @@ def test_it_is_named_with_its_reason_and_cost(
 ) -> None:
     case = CASES[name]
     if case.decision == "replay_skipped":
-        monkeypatch.setattr(Checkpoints, "save", lambda *_: False)
+        monkeypatch.setattr(Checkpoints, "save", lambda *_, **__: False)
     settings = {"recent_tokens": 0, "type_k": "f16", "type_v": "f16", **case.settings}
     with served(tiny(kind), **settings) as server:
         answer = case.story(server)[-1]

@@ -69,6 +69,7 @@ class Plan:
             "weight_bytes": place.weight_bytes,
             "pool_bytes": n_tokens * place.kv_bytes_per_token,
             "state_bytes": place.state_bytes,
+            "checkpoint_bytes": place.checkpoint_bytes,
             "compute_bytes": place.compute_bytes_of(n_tokens),
             "staging_bytes": place.staging_bytes,
             "headroom_bytes": place.headroom_bytes,
@@ -187,6 +188,8 @@ def _add_place(add: Callable[..., None], made: Plan, place: Place) -> None:
     n_tokens = made.sizes.pool_tokens
     batch = f"llama.cpp's graphs, batches of {made.config.memory.ubatch} (-ub) over the pool"
     if place.is_host:
+        if place.checkpoint_bytes:
+            add("a checkpoint, host", None, place.checkpoint_bytes, "--kvmem-device-checkpoint")
         add("compute buffers, host", None, place.compute_bytes_of(n_tokens), batch)
         return
     name = place.name
@@ -194,6 +197,8 @@ def _add_place(add: Callable[..., None], made: Plan, place: Place) -> None:
     add("  pool", n_tokens, n_tokens * place.kv_bytes_per_token, "of the same layers")
     if place.state_bytes:
         add("  recurrent state", None, place.state_bytes, "of the same layers")
+    if place.checkpoint_bytes:
+        add("  a checkpoint", None, place.checkpoint_bytes, "--kvmem-device-checkpoint")
     add("  compute buffers", None, place.compute_bytes_of(n_tokens), batch)
     add("  staging buffers", None, place.staging_bytes, "blocks are copied through them")
     left = place.free_bytes - place.bytes_of(n_tokens)

@@ -19,7 +19,7 @@ from kvmem.kv.port import DevicePort, HostMemory
 from kvmem.llama.context import Context
 from kvmem.llama.state import restore_state, save_state, state_bytes
 
-__all__ = ["Checkpoint", "Checkpoints"]
+__all__ = ["Checkpoint", "Checkpoints", "DeviceCopy"]
 
 U8 = NDArray[np.uint8]
 
@@ -33,12 +33,46 @@ class Checkpoint:
     """The state after n_tokens tokens.
 
     state: u8, with the hidden row of a draft head behind it; its memory is charged as long as
-    anything refers to it. holders: the histories that begin with these tokens.
+    anything refers to it. holders: the histories that begin with these tokens. device_save: the
+    save of a DeviceCopy that was of this state; none has the number -1.
     """
 
     n_tokens: int
     state: U8
+    device_save: int = -1
     holders: "WeakSet[Checkpoints]" = field(default_factory=WeakSet)
+
+
+class DeviceCopy:
+    """One state that llama.cpp keeps on its device, beside the checkpoint that it belongs to.
+
+    It comes back in a third of the time. llama.cpp has room for one: each save writes over the one
+    before, whichever history that was of, and what is there cannot be copied to the host. So a
+    checkpoint has its own memory on the host as well; without, it would be lost at the next save.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._n_saves = 0
+        self._head = np.empty(0, np.uint8)  # says what is there, without the tensors
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """The state is this checkpoint's now: keep it on the device."""
+        if self.holds(checkpoint):
+            return
+        self._n_saves += 1  # first: what a save that fails has written over is nobody's
+        self._head = np.empty(state_bytes(self._context, on_device=True), np.uint8)
+        save_state(self._context, self._head, on_device=True)
+        checkpoint.device_save = self._n_saves
+
+    def holds(self, checkpoint: Checkpoint) -> bool:
+        """Whether what is on the device is the state of this one."""
+        return checkpoint.device_save == self._n_saves
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Make the state what it was; only of the one that it holds."""
+        assert self.holds(checkpoint)
+        restore_state(self._context, self._head, checkpoint.n_tokens, on_device=True)
 
 
 class Checkpoints:
@@ -49,6 +83,7 @@ class Checkpoints:
     make_room: called where the host limit leaves no room; True if something else has left.
     hidden: f32, what goes back with the state: the row that a draft head goes on from. It is
     written in place.
+    device: where the one that a second pass may begin from is kept as well; None for nowhere.
     limit: how many are kept. When one too many is saved, the least missed one goes (see
     `_by_loss`), so that they stand densely where a history changes again and again, near its
     end, and thinly far behind.
@@ -67,8 +102,10 @@ class Checkpoints:
         spare: list[U8] | None = None,
         make_room: Callable[[], bool] | None = None,
         hidden: NDArray[np.float32] | None = None,
+        device: DeviceCopy | None = None,
     ) -> None:
         self._context = context
+        self._device = device
         self._hidden = np.empty(0, np.float32) if hidden is None else hidden
         self._budget = budget
         self._port = port
@@ -91,12 +128,20 @@ class Checkpoints:
         """What is charged for them."""
         return sum(map(len, (*(saved.state for saved in self._saved), *self._spare)))
 
-    def save(self, n_tokens: int) -> bool:
+    def save(self, n_tokens: int, *, is_needed: bool = False) -> bool:
         """Keep the state as it is now, after n_tokens tokens.
 
-        Where the host limit leaves no room, an older one goes. Returns False, and keeps nothing,
+        is_needed: a second pass may begin from it, so it is kept on the device as well. Where the
+        host limit leaves no room, an older one goes. Returns False, and keeps nothing,
         where not even one fits.
         """
+        if not self._save_on_host(n_tokens):
+            return False
+        if is_needed and self._device is not None:
+            self._device.save(self._saved[-1])
+        return True
+
+    def _save_on_host(self, n_tokens: int) -> bool:
         if self._saved and self._saved[-1].n_tokens == n_tokens:
             return True
         assert not self._saved or self._saved[-1].n_tokens < n_tokens, "checkpoints ascend"
@@ -140,6 +185,7 @@ class Checkpoints:
             spare=self._spare,
             make_room=self._make_room,
             hidden=self._hidden,
+            device=self._device,
         )
         for saved in self._saved:
             if saved.n_tokens <= n_tokens:
@@ -153,7 +199,10 @@ class Checkpoints:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Make the state what it was then, and forget the checkpoints after it."""
         n_state = len(checkpoint.state) - self._hidden.nbytes
-        restore_state(self._context, checkpoint.state[:n_state], checkpoint.n_tokens)
+        if self._device is not None and self._device.holds(checkpoint):
+            self._device.restore(checkpoint)
+        else:
+            restore_state(self._context, checkpoint.state[:n_state], checkpoint.n_tokens)
         self._hidden.view(np.uint8)[:] = checkpoint.state[n_state:]
         self.drop_after(checkpoint.n_tokens)
 

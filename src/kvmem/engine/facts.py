@@ -6,6 +6,7 @@ The model as it is loaded, and the machine as it is now.
 import logging
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,13 @@ class Probe:
     """What a throw-away context of one block tells.
 
     checkpoint_bytes, state_device_bytes, rollback_bytes: as MemoryFacts has them.
+    state_bytes: one recurrent state.
     draft_bytes: the draft head's rows in layout.payload_bytes.
     """
 
     layout: KvLayout
     checkpoint_bytes: int
+    state_bytes: int
     state_device_bytes: int
     rollback_bytes: int
     draft_bytes: int
@@ -103,6 +106,7 @@ def probe(model: Model, config: EngineConfig) -> Probe:
         return Probe(
             layout=layout,
             checkpoint_bytes=port.state_bytes + hidden_bytes,
+            state_bytes=port.state_bytes,
             state_device_bytes=port.device_bytes()[1],
             rollback_bytes=port.rollback_bytes,
             draft_bytes=draft_bytes,
@@ -146,7 +150,10 @@ def memory_facts(
             host_bytes=machine_total,
         )
     found = probe(model, config)
-    places = _Measure(placed, config, machine_free, machine_total).places()
+    kept = Fraction(0)
+    if memory.device_checkpoint and found.state_device_bytes:
+        kept = Fraction(found.state_bytes, found.state_device_bytes)
+    places = _Measure(placed, config, machine_free, machine_total, kept).places()
     return MemoryFacts(
         trained_tokens=model.n_ctx_train,
         kv_bytes_per_token=found.layout.payload_bytes // memory.block_tokens,
@@ -167,11 +174,20 @@ class _Measure:
     llama.cpp's graphs grow with the pool, and at no size faster than at a larger one: the line
     between two sizes is never below what a size between them takes. Beyond MOST_TOKENS the
     line from half of them goes on.
+
+    kept: of the bytes of recurrent states, what is kept of them on the same device. Layers are
+    alike.
     """
 
     def __init__(
-        self, model: Model, config: EngineConfig, machine_free: int, machine_total: int
+        self,
+        model: Model,
+        config: EngineConfig,
+        machine_free: int,
+        machine_total: int,
+        kept: Fraction = Fraction(0),
     ) -> None:
+        self._kept = kept
         self._model = model
         self._config = config
         self._host = (machine_free, machine_total)
@@ -224,6 +240,7 @@ class _Measure:
             weight_bytes=share.weights,
             kv_bytes_per_token=row,
             state_bytes=share.states,
+            checkpoint_bytes=math.ceil(share.states * self._kept),
             staging_bytes=2 * max(min(STAGING_BYTES, share.cells), block_bytes)
             if share.device
             else 0,

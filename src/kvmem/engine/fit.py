@@ -6,9 +6,11 @@ from collections.abc import Callable
 import numpy as np
 
 from kvmem.config import EngineConfig
+from kvmem.engine.checkpoint import Checkpoint, DeviceCopy
 from kvmem.engine.memory import Memory, TieredMemory
 from kvmem.errors import CapacityError, ConfigError, DecodeError, HostCapacityError
 from kvmem.llama.model import Model
+from kvmem.llama.state import state_bytes
 from kvmem.sizes import MemoryFacts, PoolSizes, resolve
 
 __all__ = ["advice", "make_fitting", "run_largest"]
@@ -103,6 +105,28 @@ def rehearse(memory: TieredMemory) -> None:
             run_largest(memory)
         except DecodeError as error:
             raise CapacityError(f"no room to run beside the pool: {error}") from error
+    if memory.device_copy is not None:
+        take_copy(memory, memory.device_copy)
+
+
+def take_copy(memory: TieredMemory, copy: DeviceCopy) -> None:
+    """Let llama.cpp take the device memory of a state now. It does so at the first save, and where
+    there is none it ends the process; any later save is as large.
+    """
+    _decode_last(memory, 1, 0)
+    context = memory.context
+    n_bytes = state_bytes(context) - state_bytes(context, on_device=True)
+    shares = context.shares()
+    n_states = sum(share.states for share in shares)
+    for share in shares:
+        needed = n_bytes * share.states // n_states + LEAST_FREE_BYTES
+        if share.device and share.states and share.free < needed:
+            raise CapacityError(
+                f"{share.device} has {share.free >> 20} MiB left beside the pool, and needs "
+                f"{needed >> 20} for a checkpoint and to run"
+            )
+    copy.save(Checkpoint(1, np.empty(0, np.uint8)))
+    memory.clear_device()
 
 
 def run_largest(memory: TieredMemory) -> None:
@@ -112,11 +136,16 @@ def run_largest(memory: TieredMemory) -> None:
     context, n_cells = memory.context, memory.port.n_slots * memory.block_tokens
     n_batch = min(context.n_ubatch, n_cells - 1, context.n_ctx - 1)
     for n, start in ((n_batch, 0), (1, n_batch)):
-        pos = np.arange(start, start + n, dtype=np.int32)
-        cells = n_cells - 1 - pos
-        tokens = np.zeros(n, np.int32)
-        memory.port.place_cells(cells)
-        context.decode(tokens, pos)
-        if memory.drafter is not None:
-            memory.drafter.head.follow(cells, tokens, pos, memory.drafter.hidden)
+        _decode_last(memory, n, start)
     memory.clear_device()
+
+
+def _decode_last(memory: TieredMemory, n: int, start: int) -> None:
+    """Decode n tokens at the positions from start on, in cells counted from the last one down."""
+    pos = np.arange(start, start + n, dtype=np.int32)
+    cells = memory.port.n_slots * memory.block_tokens - 1 - pos
+    tokens = np.zeros(n, np.int32)
+    memory.port.place_cells(cells)
+    memory.context.decode(tokens, pos)
+    if memory.drafter is not None:
+        memory.drafter.head.follow(cells, tokens, pos, memory.drafter.hidden)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvmem.config import MemoryConfig
 from kvmem.engine.calibration import Calibration, Scoring, scoring
 from kvmem.engine.check import check_memory
-from kvmem.engine.checkpoint import Checkpoints
+from kvmem.engine.checkpoint import Checkpoints, DeviceCopy
 from kvmem.engine.conversation import Conversation
 from kvmem.engine.draft import Drafter
 from kvmem.engine.index import BlockIndex
@@ -89,6 +89,8 @@ class TieredMemory:
         # asked for room where the host limit is reached: True if another conversation has left
         self.make_room_on_host: Callable[[], bool] = lambda: False
         self._spare_states: list[NDArray[np.uint8]] = []
+        keeps_copy = config.device_checkpoint and self.is_hybrid
+        self.device_copy = DeviceCopy(context) if keeps_copy else None
         self.scoring = scoring(self.layout, calibration, self.scorer)
         self.active = self.conversation_of(self.working_set.history)
         self.index = BlockIndex(self.active, self.block_tokens)
@@ -158,20 +160,22 @@ class TieredMemory:
         """
         return self.port.is_hybrid
 
-    def save_checkpoint(self) -> None:
+    def save_checkpoint(self, *, is_needed: bool = False) -> None:
         """Make it possible to go back to this point; on attention alone it always is.
 
-        Where the host limit has no room for the state, that is noted and nothing is kept; nor is a
-        state that may be another's.
+        is_needed: a second pass may begin here. Where the host limit has no room for the state,
+        that is noted and nothing is kept; nor is a state that may be another's.
         """
         if not self.is_hybrid or self.n_tokens == 0 or not self.is_whole:
             return
         started = perf_counter()
-        if not self.checkpoints.save(self.n_tokens):
+        if not self.checkpoints.save(self.n_tokens, is_needed=is_needed):
             self.note(
                 f"no checkpoint was kept: the state of {state_bytes(self.context)} bytes does not "
                 "fit in the host limit; a change of the history reads it from its start"
             )
+        if is_needed:
+            self.checkpoints.needed = self.n_tokens
         self.checkpoint_s += perf_counter() - started
 
     def can_return_to(self, n_tokens: int) -> bool:
@@ -464,6 +468,7 @@ class TieredMemory:
                 spare=self._spare_states,
                 make_room=lambda: self.make_room_on_host(),
                 hidden=None if self.drafter is None else self.drafter.hidden,
+                device=self.device_copy,
             ),
         )
 

@@ -238,8 +238,7 @@ class PromptReader:
         n_total = len(passage.tokens)
         start = max(tail, n_total - FALLBACK_QUERY_TOKENS)
         yield from passage.read_to(start)
-        memory.save_checkpoint()
-        memory.checkpoints.needed = start
+        memory.save_checkpoint(is_needed=True)
         # what opens the reply asks nothing
         opening = passage.marks.opening
         stop = n_total if opening is None else max(start + 1, opening)
@@ -281,8 +280,7 @@ class PromptReader:
             yield from passage.read_to(min(start, content.start))
         with QueryTap(memory, passage.tokens, content) as tap:
             yield from passage.read_to(start)
-            memory.save_checkpoint()
-            memory.checkpoints.needed = start
+            memory.save_checkpoint(is_needed=True)
             memory.begin_trial()  # half a question is no question: the next request reads it again
             memory.active.question = None
             try:
