@@ -102,6 +102,7 @@ def choose(
         scores,
         n_blocks=n_blocks,
         budget_blocks=budget // block - n_asked,
+        block_tokens=block,
         pins=(n_history - 1,),
         sink_blocks=max(1, rule.sink // block),
         recent_blocks=1 if rule.recent is None else -(-rule.recent // block),

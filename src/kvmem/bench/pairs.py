@@ -92,6 +92,7 @@ def recall(score: F32, question: Evidence) -> float:
         Scores("heads", blocks, edges),
         n_blocks=len(blocks),
         budget_blocks=len(fixed) + question.n_free,
+        block_tokens=per_block * SLICE_TOKENS,
         pins=fixed.tolist(),
         recent_blocks=0,
     )

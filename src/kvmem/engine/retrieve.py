@@ -12,12 +12,13 @@ from kvmem.engine.stats import MemoryReport
 from kvmem.errors import StateError
 from kvmem.kv.layout import Pair
 from kvmem.kv.query import MAX_ROWS, Query, pick_evenly
-from kvmem.kv.scorers import DEFAULT_SCORER, ScoreInputs, Scores, run_scorer
+from kvmem.kv.scorers import DEFAULT_SCORER, EDGE_TAIL_TOKENS, ScoreInputs, Scores, run_scorer
 from kvmem.kv.select import select
 from kvmem.llama.context import CancelToken
 
 __all__ = ["QueryTap", "apply", "choose", "choose_blocks", "read_query", "score"]
 
+F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 
 # A block brings a neighbour along where this part of its score lies near their border. On a trained
@@ -144,6 +145,7 @@ def choose(
         scores,
         n_blocks=n_blocks,
         budget_blocks=budget_blocks,
+        block_tokens=memory.block_tokens,
         pins=pins,
         sink_blocks=memory.sizes.n_sink_blocks,
         recent_blocks=memory.sizes.n_recent_blocks,
@@ -155,6 +157,7 @@ def choose_blocks(
     *,
     n_blocks: int,
     budget_blocks: int,
+    block_tokens: int,
     pins: Sequence[int] = (),
     sink_blocks: int = 0,
     recent_blocks: int = 1,
@@ -163,15 +166,20 @@ def choose_blocks(
 
     Blocks without a score (not stored yet) rank last. A block whose score lies at one of its ends
     brings the neighbour there along: what was asked for stands before its answer, and a border may
-    part them.
+    part them. Behind a block of fewer than EDGE_TAIL_TOKENS so many come as hold that many tokens.
     """
     padded = np.full(n_blocks, -np.inf, np.float32)
     n_scored = min(n_blocks, len(scores.blocks))
     padded[:n_scored] = scores.blocks[:n_scored]
+    shares = np.zeros((n_blocks, 2), np.float32)
+    shares[:n_scored] = scores.edges[:n_scored]
+    n_behind = -(-EDGE_TAIL_TOKENS // block_tokens)
+    if n_behind > 1:
+        padded, shares = _line_up(padded, shares >= EDGE_SHARE, n_behind), np.zeros_like(shares)
     # select() looks at the neighbour's side of a border, and the share is known on this side
     beside = np.zeros((n_blocks, 2), np.float32)
-    beside[1:, 0][:n_scored] = scores.edges[: max(0, min(n_scored, n_blocks - 1)), 1]
-    beside[: max(0, n_scored - 1), 1] = scores.edges[1:n_scored, 0]
+    beside[1:, 0] = shares[:-1, 1]
+    beside[:-1, 1] = shares[1:, 0]
     selection: I32 = select(
         padded,
         n_blocks,
@@ -183,6 +191,24 @@ def choose_blocks(
         edge_threshold=EDGE_SHARE,
     )
     return selection
+
+
+def _line_up(scores: F32, brings: NDArray[np.bool_], n_behind: int) -> F32:
+    """Other scores of the same blocks: each has right behind it in rank what it brings along.
+
+    brings: whether it brings the block before it, and the n_behind blocks behind it.
+    """
+    n_blocks = len(scores)
+    order = np.argsort(scores, kind="stable")[::-1]  # the newer first among equals, as in select()
+    behind = order[:, None] + np.arange(1, n_behind + 1)
+    behind[~brings[order, 1]] = n_blocks
+    before = np.where(brings[order, 0], order - 1, -1)
+    line = np.column_stack([order, behind, before]).ravel()
+    line = line[(line >= 0) & (line < n_blocks)]
+    _, first = np.unique(line, return_index=True)
+    lined_up = np.empty(n_blocks, np.float32)
+    lined_up[line[np.sort(first)]] = np.arange(n_blocks, 0, -1)
+    return lined_up
 
 
 def apply(memory: TieredMemory, selection: I32, report: MemoryReport) -> None:
