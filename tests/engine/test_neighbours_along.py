@@ -1,18 +1,33 @@
 """Which blocks a chosen one brings along, by how many tokens a block has."""
 
 import numpy as np
+import pytest
 
 from kvmem.engine.retrieve import EDGE_SHARE, choose_blocks
 from kvmem.kv.scorers import Scores
 
 
-def chosen(scores: list[float], edges: dict[int, tuple[float, float]], **sizes: int) -> list[int]:
+def chosen(
+    scores: list[float],
+    edges: dict[int, tuple[float, float]],
+    *,
+    n_blocks: int,
+    budget_blocks: int,
+    block_tokens: int,
+) -> list[int]:
     """Nothing but the newest block is in anyhow. edges: shares near start and end, else 0."""
     shares = np.zeros((len(scores), 2), np.float32)
     for block, share in edges.items():
         shares[block] = share
     known = Scores("heads", np.array(scores, np.float32), shares)
-    return choose_blocks(known, recent_blocks=0, **sizes).tolist()
+    blocks = choose_blocks(
+        known,
+        n_blocks=n_blocks,
+        budget_blocks=budget_blocks,
+        block_tokens=block_tokens,
+        recent_blocks=0,
+    )
+    return [int(block) for block in blocks]
 
 
 def test_a_block_of_8_brings_16_tokens_behind_it_and_one_block_before() -> None:
@@ -52,3 +67,37 @@ def test_neighbours_end_with_the_history_and_may_have_no_score_yet() -> None:
     for budget in (1, 7, 40, 60):
         got = chosen(scores, everything, n_blocks=40, budget_blocks=budget, block_tokens=8)
         assert len(got) == min(budget, 40)
+
+
+def test_blocks_of_8_are_those_of_a_line_that_is_written_out() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        n_blocks = int(rng.integers(1, 30))
+        n_scored = int(rng.integers(0, n_blocks + 1))
+        blocks = rng.integers(0, 6, n_scored).astype(np.float32)  # with many equals
+        edges = rng.choice(np.array([0, 0.5, 1], np.float32), (n_scored, 2))
+        pins = rng.integers(0, n_blocks, 2).tolist()
+        budget = int(rng.integers(3, 12))
+        line = [n_blocks - 1, *pins, 0]
+        known = sorted(range(n_scored), key=lambda b: (-blocks[b], -b))
+        for block in [*known, *range(n_blocks - 1, n_scored - 1, -1)]:
+            line.append(block)
+            if block < n_scored:
+                line += [block + 1, block + 2] * bool(edges[block, 1] >= EDGE_SHARE)
+                line += [block - 1] * bool(edges[block, 0] >= EDGE_SHARE)
+        inside = [block for block in dict.fromkeys(line) if 0 <= block < n_blocks]
+        got = choose_blocks(
+            Scores("heads", blocks, edges),
+            n_blocks=n_blocks,
+            budget_blocks=budget,
+            block_tokens=8,
+            pins=pins,
+            sink_blocks=1,
+        )
+        assert got.tolist() == sorted(inside[:budget])
+
+
+def test_a_score_that_is_no_number_is_refused_for_blocks_of_any_size() -> None:
+    for block_tokens in (8, 16):
+        with pytest.raises(ValueError, match="score of block 1 is NaN"):
+            chosen([0, np.nan, 1], {}, n_blocks=3, budget_blocks=2, block_tokens=block_tokens)

@@ -175,7 +175,8 @@ def choose_blocks(
     shares[:n_scored] = scores.edges[:n_scored]
     n_behind = -(-EDGE_TAIL_TOKENS // block_tokens)
     if n_behind > 1:
-        padded, shares = _line_up(padded, shares >= EDGE_SHARE, n_behind), np.zeros_like(shares)
+        padded = _line_up(padded, shares >= EDGE_SHARE, n_behind, budget_blocks)
+        shares[:] = 0  # nobody brings anybody twice
     # select() looks at the neighbour's side of a border, and the share is known on this side
     beside = np.zeros((n_blocks, 2), np.float32)
     beside[1:, 0] = shares[:-1, 1]
@@ -193,21 +194,24 @@ def choose_blocks(
     return selection
 
 
-def _line_up(scores: F32, brings: NDArray[np.bool_], n_behind: int) -> F32:
+def _line_up(scores: F32, brings: NDArray[np.bool_], n_behind: int, n_most: int) -> F32:
     """Other scores of the same blocks: each has right behind it in rank what it brings along.
 
-    brings: whether it brings the block before it, and the n_behind blocks behind it.
+    brings: whether it brings the block before it, and the n_behind blocks behind it. n_most: so
+    many are wanted at most.
     """
     n_blocks = len(scores)
-    order = np.argsort(scores, kind="stable")[::-1]  # the newer first among equals, as in select()
+    # the newer first among equals, as in select()
+    order = np.argsort(scores, kind="stable")[::-1][:n_most]
     behind = order[:, None] + np.arange(1, n_behind + 1)
     behind[~brings[order, 1]] = n_blocks
     before = np.where(brings[order, 0], order - 1, -1)
     line = np.column_stack([order, behind, before]).ravel()
     line = line[(line >= 0) & (line < n_blocks)]
     _, first = np.unique(line, return_index=True)
-    lined_up = np.empty(n_blocks, np.float32)
-    lined_up[line[np.sort(first)]] = np.arange(n_blocks, 0, -1)
+    lined_up = np.zeros(n_blocks, np.float32)
+    lined_up[line[np.sort(first)]] = np.arange(len(first), 0, -1)
+    lined_up[np.isnan(scores)] = np.nan  # select() refuses them
     return lined_up
 
 
