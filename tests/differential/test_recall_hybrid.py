@@ -9,9 +9,13 @@ from recall_heldout import Outcome, Setting, ask_all, load
 
 
 def ask(
-    policy: str, tokens: tuple[int, ...], limit: int | None = None, *, divisor: int = 4,
+    policy: str,
+    tokens: tuple[int, ...],
+    limit: int | None = None,
+    *,
+    divisor: int = 4,
     block: int = 16,
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     """At a quarter of the history, in units of 16 tokens, unless said."""
     setting = Setting(policy=policy, divisor=divisor, block_tokens=block)
     outcome = Outcome()
@@ -62,7 +66,8 @@ def test_all_questions() -> None:
 
 @pytest.mark.slow
 def test_an_eighth_in_units_of_8() -> None:
-    """The shortest histories, where an eighth has least room. Seen: 74 of 81 right, recall .947."""
+    """The shortest histories, where an eighth has least room. Seen: 74 of 81 right, recall .947; .883 in
+    units of 16."""
     found = ask("fused", (1024,), divisor=8, block=8)
     assert sum(answer.is_right for answer in found.told) >= 72
     assert sum(answer.recall for answer in found.told) / len(found.told) >= 0.93
