@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from kvmem.config import MemoryConfig
 from kvmem.errors import ConfigError
 
-__all__ = ["MemoryFacts", "Place", "PoolSizes", "largest_pool", "resolve", "workspace_of"]
+__all__ = [
+    "MemoryFacts",
+    "Place",
+    "PoolSizes",
+    "largest_pool",
+    "resolve",
+    "size",
+    "workspace_of",
+]
 
 MAX_AUTO_RESERVE_TOKENS = 16_384
 DEFAULT_RECENT_TOKENS = 128
@@ -244,8 +252,8 @@ def _resolve_pool(
             raise ConfigError(
                 "budget_tokens",
                 "auto",
-                f"at least two blocks, but of the {_size(tightest.free_bytes)} that are free on "
-                f"{_called(tightest)} {_size(beside)} are for buffers and kept free, and a "
+                f"at least two blocks, but of the {size(tightest.free_bytes)} that are free on "
+                f"{_called(tightest)} {size(beside)} are for buffers and kept free, and a "
                 f"block needs {block * tightest.kv_bytes_per_token}",
             )
     if reserve is None:
@@ -260,7 +268,7 @@ def _resolve_pool(
         if (budget + reserve) * block > place.most_tokens():
             most = max(0, place.most_tokens() // block - reserve) * block
             buffers = (
-                f"buffers beside it take {_size(place.bytes_beside((budget + reserve) * block))}"
+                f"buffers beside it take {size(place.bytes_beside((budget + reserve) * block))}"
             )
             if not place.is_host and config.ubatch >= 64:
                 buffers += f"; ubatch_tokens={config.ubatch // 2} needs less"
@@ -289,7 +297,7 @@ def _check_room(
         raise ConfigError(
             "n_gpu_layers",
             f"more than {place.name} has room for",
-            f"less: of the {_size(place.free_bytes)} that are free there {_size(needed)} are "
+            f"less: of the {size(place.free_bytes)} that are free there {size(needed)} are "
             f"{what}{less}",
         )
 
@@ -319,7 +327,7 @@ def _resolve_host(
             raise ConfigError(
                 "host_limit_bytes",
                 given,
-                f"from {_size(least)} (a block) to the machine's {_size(facts.host_bytes)}",
+                f"from {size(least)} (a block) to the machine's {size(facts.host_bytes)}",
             )
         return given
     used = sum(place.bytes_of(pool_tokens) for place in facts.places if place.is_host)
@@ -329,8 +337,7 @@ def _resolve_host(
         raise ConfigError(
             "host_limit_bytes",
             "auto",
-            f"at least {_size(least)} (a block), but {_size(max(0, free))} are "
-            "left beside the pool",
+            f"at least {size(least)} (a block), but {size(max(0, free))} are left beside the pool",
         )
     return int(HOST_FRACTION * free)
 
@@ -339,7 +346,8 @@ def _called(place: Place) -> str:
     return place.name or "the machine"
 
 
-def _size(n_bytes: int) -> str:
+def size(n_bytes: int) -> str:
+    """For a line that tells what does not fit."""
     mib = n_bytes / (1 << 20)
     if n_bytes >= GIB:
         return f"{n_bytes / GIB:.1f} GiB"

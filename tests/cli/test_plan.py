@@ -2,15 +2,21 @@
 
 import json
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from kvmem.cli.app import execute
+from kvmem.cli.plan import make_plan
 from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
+from kvmem.engine import facts as facts_module
 from kvmem.engine.engine import Engine
-from kvmem.engine.facts import _warn
+from kvmem.engine.facts import _warn, plain_places
+from kvmem.errors import CapacityError
 from kvmem.llama import runtime
+from kvmem.llama.model import Model
 
 ARGS = ("-c", "4096", "--kvmem-budget", "512", "--kvmem-block-tokens", "32", "--kvmem-gen-reserve")
 
@@ -123,3 +129,52 @@ def test_without_the_memory(tiny_llama: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.splitlines()[-1] == (
         "KV cache         1,024  512.0 KiB  --no-kvmem: plain llama.cpp"
     )
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen35"])
+def test_without_the_memory_a_cache_that_does_not_fit_is_refused(
+    kind: str,
+    tiny: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the settings to try that a start would name."""
+    args = ["plan", "-m", str(tiny(kind)), "--no-kvmem", "-ngl", "0", "-b", "64", "-c"]
+    monkeypatch.setattr(facts_module, "_host_memory", lambda: (64 << 20, 1 << 30))
+    assert execute([*args, "1000"]) == 0
+    capsys.readouterr()
+    assert execute([*args, "1000000"]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: no context of 1000000 cells in batches of 64: it takes ")
+    assert line.endswith(" of the machine, where 64 MiB are free; try -c 750000 or -ub 32")
+
+
+def test_a_hybrid_without_the_memory_is_refused_by_its_attention_layers_alone(
+    tiny_qwen35: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The header alone would count every layer."""
+    config = EngineConfig(
+        model=ModelConfig(path=tiny_qwen35, n_gpu_layers=0),
+        memory=MemoryConfig(enabled=False, workspace_tokens=100_000, batch_tokens=64),
+    )
+    facts = make_plan(config).facts
+    counted = facts.kv_bytes_per_token * 100_000
+    with Model(tiny_qwen35, n_gpu_layers=0, dry=True) as dry:
+        (place,) = plain_places(dry, config)
+    taken = place.bytes_of(100_000)
+    assert taken + taken // 50 < counted
+    for free, fits in ((taken + taken // 50, True), (taken - taken // 10, False)):
+        monkeypatch.setattr(
+            facts_module, "_host_memory", lambda free=free: (free, facts.host_bytes)
+        )
+        with nullcontext() if fits else pytest.raises(CapacityError, match="no context of 100000"):
+            make_plan(config)
+
+
+def test_where_llama_cpp_alone_knows_what_it_takes_nothing_is_refused(tiny_llama: Path) -> None:
+    """Types that kvmem does not take."""
+    config = EngineConfig(
+        model=ModelConfig(path=tiny_llama, n_gpu_layers=0),
+        memory=MemoryConfig(enabled=False, workspace_tokens=1 << 30, type_k="f16", type_v="q8_0"),
+    )
+    assert make_plan(config).sizes.workspace_tokens == 1 << 30

@@ -14,7 +14,8 @@ from kvmem.config import EngineConfig
 from kvmem.engine.calibration import Found, find
 from kvmem.engine.checkpoint import MAX_CHECKPOINTS
 from kvmem.engine.engine import Engine
-from kvmem.engine.facts import memory_facts, warn_without_gpu
+from kvmem.engine.facts import memory_facts, plain_places, warn_without_gpu
+from kvmem.engine.fit import check_plain
 from kvmem.llama.model import Model
 from kvmem.sizes import MemoryFacts, Place, PoolSizes, resolve
 
@@ -140,7 +141,7 @@ def plan(
 def make_plan(config: EngineConfig) -> Plan:
     """Map the model, measure one block of its cache, and resolve the sizes.
 
-    Raises ModelError and ConfigError as a start would.
+    Raises ModelError, ConfigError and CapacityError as a start would.
     """
     load_mtp = config.draft.enabled
     warn_without_gpu(config.model)
@@ -156,12 +157,15 @@ def make_plan(config: EngineConfig) -> Plan:
     ):
         calibration = find(config)
         facts = memory_facts(model, config, calibration.calibration, placed=placed)
+        sizes = resolve(config.memory, facts)
+        if not config.memory.enabled:
+            check_plain(model, config, facts, sizes, plain_places(placed, config))
         return Plan(
             config=config,
             model=_describe(model),
             weight_bytes=model.size_bytes,
             facts=facts,
-            sizes=resolve(config.memory, facts),
+            sizes=sizes,
             calibration=calibration,
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine.calibration import Calibration, scoring
+from kvmem.errors import ConfigError, ModelError
 from kvmem.kv.layout import KV_TYPES, KvLayout
 from kvmem.kv.slabs import record_bytes
 from kvmem.llama import runtime
@@ -27,6 +28,7 @@ __all__ = [
     "context_settings",
     "host_bytes_per_token",
     "memory_facts",
+    "plain_places",
     "probe",
     "warn_without_gpu",
 ]
@@ -257,6 +259,19 @@ def _between(below: Place, above: Place, low: int, high: int) -> Place:
         compute_tokens=low,
         compute_bytes_per_token=max(0.0, slope),
     )
+
+
+def plain_places(placed: Model, config: EngineConfig) -> tuple[Place, ...]:
+    """What a start without the memory takes of each device: as much as a pool of its size.
+
+    None where kvmem cannot tier the cache, or not these types: then llama.cpp alone knows.
+    """
+    try:
+        tiered = replace(config, memory=replace(config.memory, enabled=True))
+        places = _Measure(placed, tiered, *_host_memory()).places()
+    except (ConfigError, ModelError):
+        return ()
+    return tuple(replace(place, staging_bytes=0) for place in places)
 
 
 def _plain_place(config: EngineConfig, kv_bytes: int, free: int, total: int) -> Place:

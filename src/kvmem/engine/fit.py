@@ -1,7 +1,7 @@
 """The pool at the start: it is tried, and smaller where a device has less than was counted on."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -11,9 +11,9 @@ from kvmem.engine.memory import Memory, TieredMemory
 from kvmem.errors import CapacityError, ConfigError, DecodeError, HostCapacityError
 from kvmem.llama.model import Model
 from kvmem.llama.state import state_bytes
-from kvmem.sizes import MemoryFacts, PoolSizes, resolve
+from kvmem.sizes import MemoryFacts, Place, PoolSizes, resolve, size
 
-__all__ = ["advice", "make_fitting", "run_largest"]
+__all__ = ["advice", "check_plain", "make_fitting", "run_largest"]
 
 # Less than this free on a GPU, and its back end ends the process at the first batch: it has no
 # other way to say that its own buffers cannot grow.
@@ -48,6 +48,23 @@ def make_fitting(
                 error,
             )
             sizes = smaller
+
+
+def check_plain(
+    model: Model, config: EngineConfig, facts: MemoryFacts, sizes: PoolSizes, taken: Sequence[Place]
+) -> None:
+    """Raises CapacityError, as a start would, where the cache of plain llama.cpp does not fit.
+
+    taken: what it takes of each device.
+    """
+    n_tokens = sizes.workspace_tokens
+    for place in taken:
+        if place.bytes_of(n_tokens) > place.free_bytes:
+            raise CapacityError(
+                f"no context of {n_tokens} cells in batches of {config.memory.ubatch}: it takes "
+                f"{size(place.bytes_of(n_tokens))} of {place.name or 'the machine'}, where "
+                f"{size(place.free_bytes)} are free; try {advice(model, config, facts, sizes)}"
+            )
 
 
 def _tried(memory: Memory) -> Memory:
