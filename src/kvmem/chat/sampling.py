@@ -15,6 +15,7 @@ from kvmem.chat.fields import (
     read_list,
     read_number,
 )
+from kvmem.chat.text import check_tokens
 from kvmem.engine.sampling import SamplingParams
 from kvmem.errors import RequestError
 from kvmem.llama.sampler import describe_sampling
@@ -152,11 +153,7 @@ def resolve_sampling(extra: Mapping[str, Any], vocab: Vocab) -> dict[str, object
             for named, bias in extra["logit_bias"]
             for token in (vocab.tokenize(named) if isinstance(named, str) else [named])
         ]
-        for token, _ in biases:
-            if not 0 <= token < vocab.n_tokens:
-                raise FieldError(
-                    "logit_bias", f"cannot be used: token {token} is not in the vocabulary"
-                )
+        check_tokens([token for token, _ in biases], vocab, "logit_bias")
     if "samplers" in extra:
         try:
             describe_sampling(vocab.model, {"samplers": extra["samplers"]})
