@@ -140,7 +140,8 @@ def test_what_only_the_model_can_refuse_is_a_400(client: TestClient, stream: boo
     body = {"messages": [user("hi")], "logit_bias": {"1000000": 1}, "stream": stream}
     response = client.post(CHAT, json=body)
     assert response.status_code == 400
-    assert "logit_bias holds token 1000000, which is outside the vocabulary" in response.json()["error"]["message"]
+    message = response.json()["error"]["message"]
+    assert "logit_bias holds token 1000000, which is outside the vocabulary" in message
 
 
 NO_TEXT = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
