@@ -2,6 +2,7 @@
 
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from kvmem.bench.record import read_jsonl
 from kvmem.bench.saved import load_recall, load_run
@@ -106,6 +107,23 @@ def test_the_readme_says_what_the_recall_model_answered(root: Path) -> None:
         ["the newest blocks, a quarter", str(sum(recency.values())), ""],
         ["`fused` with its scores mixed up, a quarter", str(sum(shuffled.values())), ""],
     ]
+
+
+def test_the_page_on_drafts_says_how_many_were_said(root: Path) -> None:
+    path = newest("recall-drafts")
+    page = (root / "docs" / "drafts.md").read_text()
+    assert f"bench/results/{path.name}" in page
+    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for line in read_jsonl(path):
+        if "policy" in line:
+            runs.setdefault((line["policy"], line.get("n_drafts", 0)), []).append(line)
+    for policy in ("full", "fused"):
+        plain, drafted = runs[policy, 0], runs[policy, 3]
+        assert [run["right"] for run in drafted] == [run["right"] for run in plain]
+        said, proposed = (
+            sum(sum(run[name]) for run in drafted) for name in ("accepted", "drafted")
+        )
+        assert f"{said:,} of {proposed:,}" in page
 
 
 def test_the_readme_says_what_the_gpu_did(root: Path) -> None:
