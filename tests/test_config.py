@@ -9,16 +9,16 @@ import pytest
 
 from kvmem.config import MemoryConfig, ModelConfig, ServerConfig
 from kvmem.errors import ConfigError
-from kvmem.sizes import MemoryFacts, Place, PoolSizes, resolve
+from kvmem.sizes import DeviceMemory, MemoryFacts, PoolSizes, resolve
 
 GIB = 1 << 30
 MIB = 1 << 20
-HOST = Place(name="", free_bytes=8 * GIB, total_bytes=16 * GIB, kv_bytes_per_token=1024)
+HOST = DeviceMemory(name="", free_bytes=8 * GIB, total_bytes=16 * GIB, kv_bytes_per_token=1024)
 FACTS = MemoryFacts(
     trained_tokens=8192,
     kv_bytes_per_token=1024,
     host_bytes_per_token=1100,
-    places=(HOST,),
+    devices=(HOST,),
     free_host_bytes=8 * GIB,
     host_bytes=16 * GIB,
 )
@@ -117,13 +117,13 @@ def test_a_tiny_workspace_still_has_room_beside_the_sink() -> None:
 
 
 def test_a_small_device_gets_half_of_what_is_free() -> None:
-    pool = sizes(replace(FACTS, places=(replace(HOST, free_bytes=4 << 20),)))
+    pool = sizes(replace(FACTS, devices=(replace(HOST, free_bytes=4 << 20),)))
     assert pool.pool_tokens == 2048
     assert pool.reserve_tokens == 512  # a quarter
 
 
 def test_a_reserve_that_leaves_no_budget_is_what_is_named() -> None:
-    small = replace(FACTS, places=(replace(HOST, free_bytes=4 << 20),))
+    small = replace(FACTS, devices=(replace(HOST, free_bytes=4 << 20),))
     rule = "reserve_tokens is 2048, but must be at most 1792: a pool of 2048 fits, and a budget "
     with pytest.raises(ConfigError, match=f"^{rule}needs two blocks of it$"):
         sizes(small, reserve_tokens=2048)
@@ -160,11 +160,11 @@ def test_more_than_the_machine_has_is_refused() -> None:
 
 def test_a_device_without_room_is_named() -> None:
     with pytest.raises(ConfigError, match=r"budget_tokens is auto, .* a block needs 131072"):
-        sizes(replace(FACTS, places=(replace(HOST, free_bytes=1000),)))
+        sizes(replace(FACTS, devices=(replace(HOST, free_bytes=1000),)))
 
 
 # A card of 16 GiB behind 13.2 GiB of weights, as docs/gpu.md has it.
-CARD = Place(
+CARD = DeviceMemory(
     name="CUDA0",
     free_bytes=2515 * MIB,
     total_bytes=16384 * MIB,
@@ -177,9 +177,9 @@ CARD = Place(
 )
 
 
-def on(*places: Place) -> MemoryFacts:
-    each = sum(place.kv_bytes_per_token for place in places)
-    return replace(FACTS, places=places, kv_bytes_per_token=each)
+def on(*devices: DeviceMemory) -> MemoryFacts:
+    each = sum(device.kv_bytes_per_token for device in devices)
+    return replace(FACTS, devices=devices, kv_bytes_per_token=each)
 
 
 def test_a_pool_on_a_gpu_leaves_room_for_all_else() -> None:
@@ -236,7 +236,7 @@ def test_a_pool_is_not_larger_than_it_may_be() -> None:
     assert pool.sources["budget_tokens"] == "auto: a larger pool did not fit"
 
 
-def on_blocks(n_blocks: int) -> Place:
+def on_blocks(n_blocks: int) -> DeviceMemory:
     """A host whose half holds so many."""
     return replace(HOST, free_bytes=2 * n_blocks * 128 * 1024)
 

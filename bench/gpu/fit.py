@@ -98,7 +98,7 @@ def start(config: EngineConfig) -> dict[str, Any]:
             row["start s"] = time.perf_counter() - started
             row["pool"] = engine.sizes.pool_tokens
             row["budget"] = engine.sizes.budget_tokens
-            row["places"] = [asdict(place) for place in engine.facts.places]
+            row["devices"] = [asdict(device) for device in engine.facts.devices]
             row["shares"] = [share._asdict() for share in engine.tiered.context.shares()]
             row["free MiB, started"] = free_bytes() // MIB
             session = engine.session()

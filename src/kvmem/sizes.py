@@ -10,8 +10,8 @@ from kvmem.config import MemoryConfig
 from kvmem.errors import ConfigError
 
 __all__ = [
+    "DeviceMemory",
     "MemoryFacts",
-    "Place",
     "PoolSizes",
     "largest_pool",
     "resolve",
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class DeviceMemory:
     """A device, or the memory of the host, and what a pool takes of it.
 
     name: ggml's name of the device; "" for the host.
@@ -99,7 +99,7 @@ class MemoryFacts:
     kv_bytes_per_token: K and V rows of one token over all attention layers, in the chosen types,
         those of the draft head included.
     host_bytes_per_token: the same in the host store, with summaries and tables, rounded up.
-    places: of each device and of the host what is free and what is taken.
+    devices: of each device and of the host what is free and what is taken.
     free_host_bytes, host_bytes: of the memory of the machine.
     checkpoint_bytes: one recurrent state and what goes back with it; 0 for a model without.
     state_device_bytes: all that is on the devices for the state. rollback_bytes: what of it is
@@ -110,7 +110,7 @@ class MemoryFacts:
     trained_tokens: int
     kv_bytes_per_token: int
     host_bytes_per_token: int
-    places: tuple[Place, ...]
+    devices: tuple[DeviceMemory, ...]
     free_host_bytes: int
     host_bytes: int
     checkpoint_bytes: int = 0
@@ -119,14 +119,14 @@ class MemoryFacts:
     draft_bytes_per_token: int = 0
 
     @property
-    def holders(self) -> list[Place]:
+    def holders(self) -> list[DeviceMemory]:
         """Where cells lie."""
-        return [place for place in self.places if place.kv_bytes_per_token]
+        return [device for device in self.devices if device.kv_bytes_per_token]
 
     @property
     def free_device_bytes(self) -> int:
         """What is free where cells will lie."""
-        return sum(place.free_bytes for place in self.holders)
+        return sum(device.free_bytes for device in self.holders)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +226,7 @@ def _resolve_pool(
     sources["reserve_tokens"] = "given"
     sources["budget_tokens"] = "given"
     if budget is None:
-        fits = [place.most_tokens(keep_bytes=place.headroom_bytes) for place in facts.holders]
+        fits = [device.most_tokens(keep_bytes=device.headroom_bytes) for device in facts.holders]
         tightest = facts.holders[fits.index(min(fits))]
         pool = min(fits) // block
         what = f"what {_called(tightest)} has for it"
@@ -264,40 +264,40 @@ def _resolve_pool(
             if budget >= whole
             else "auto: 25 % of the pool, at most 16,384"
         )
-    for place in facts.holders:
-        if (budget + reserve) * block > place.most_tokens():
-            most = max(0, place.most_tokens() // block - reserve) * block
+    for device in facts.holders:
+        if (budget + reserve) * block > device.most_tokens():
+            most = max(0, device.most_tokens() // block - reserve) * block
             buffers = (
-                f"buffers beside it take {size(place.bytes_beside((budget + reserve) * block))}"
+                f"buffers beside it take {size(device.bytes_beside((budget + reserve) * block))}"
             )
-            if not place.is_host and config.ubatch >= 64:
+            if not device.is_host and config.ubatch >= 64:
                 buffers += f"; ubatch_tokens={config.ubatch // 2} needs less"
             raise ConfigError(
                 "budget_tokens",
                 budget * block,
                 f"at most {most} beside a reserve of {reserve * block} "
-                f"({place.free_bytes / GIB:.1f} of the {place.total_bytes / GIB:.1f} GiB of "
-                f"{_called(place)} are free; {buffers})",
+                f"({device.free_bytes / GIB:.1f} of the {device.total_bytes / GIB:.1f} GiB of "
+                f"{_called(device)} are free; {buffers})",
             )
-    for place in facts.places:
-        if not place.is_host and not place.kv_bytes_per_token:
-            _check_room(config, place, (budget + reserve) * block, is_automatic=is_automatic)
+    for device in facts.devices:
+        if not device.is_host and not device.kv_bytes_per_token:
+            _check_room(config, device, (budget + reserve) * block, is_automatic=is_automatic)
     return budget, reserve
 
 
 def _check_room(
-    config: MemoryConfig, place: Place, pool_tokens: int, *, is_automatic: bool
+    config: MemoryConfig, device: DeviceMemory, pool_tokens: int, *, is_automatic: bool
 ) -> None:
     """A GPU without cells has no say in the pool, but its own buffers."""
-    needed, what = place.bytes_beside(pool_tokens), "for buffers"
+    needed, what = device.bytes_beside(pool_tokens), "for buffers"
     if is_automatic:
-        needed, what = needed + place.headroom_bytes, "for buffers and kept free"
-    if needed > place.free_bytes:
+        needed, what = needed + device.headroom_bytes, "for buffers and kept free"
+    if needed > device.free_bytes:
         less = f"; ubatch_tokens={config.ubatch // 2} needs less" if config.ubatch >= 64 else ""
         raise ConfigError(
             "n_gpu_layers",
-            f"more than {place.name} has room for",
-            f"less: of the {size(place.free_bytes)} that are free there {size(needed)} are "
+            f"more than {device.name} has room for",
+            f"less: of the {size(device.free_bytes)} that are free there {size(needed)} are "
             f"{what}{less}",
         )
 
@@ -330,7 +330,7 @@ def _resolve_host(
                 f"from {size(least)} (a block) to the machine's {size(facts.host_bytes)}",
             )
         return given
-    used = sum(place.bytes_of(pool_tokens) for place in facts.places if place.is_host)
+    used = sum(device.bytes_of(pool_tokens) for device in facts.devices if device.is_host)
     free = facts.free_host_bytes - used
     sources["host_limit_bytes"] = f"auto: {HOST_FRACTION:.0%} of the free host memory"
     if HOST_FRACTION * free < least:
@@ -342,8 +342,8 @@ def _resolve_host(
     return int(HOST_FRACTION * free)
 
 
-def _called(place: Place) -> str:
-    return place.name or "the machine"
+def _called(device: DeviceMemory) -> str:
+    return device.name or "the machine"
 
 
 def size(n_bytes: int) -> str:

@@ -13,7 +13,7 @@ from kvmem.cli.plan import make_plan
 from kvmem.config import EngineConfig, MemoryConfig, ModelConfig
 from kvmem.engine import facts as facts_module
 from kvmem.engine.engine import Engine
-from kvmem.engine.facts import _warn, plain_places
+from kvmem.engine.facts import _warn, plain_devices
 from kvmem.errors import CapacityError
 from kvmem.llama import runtime
 from kvmem.llama.model import Model
@@ -160,8 +160,8 @@ def test_a_hybrid_without_the_memory_is_refused_by_its_attention_layers_alone(
     facts = make_plan(config).facts
     counted = facts.kv_bytes_per_token * 100_000
     with Model(tiny_qwen35, n_gpu_layers=0, dry=True) as dry:
-        (place,) = plain_places(dry, config)
-    taken = place.bytes_of(100_000)
+        (device,) = plain_devices(dry, config)
+    taken = device.bytes_of(100_000)
     assert taken + taken // 50 < counted
     for free, fits in ((taken + taken // 50, True), (taken - taken // 10, False)):
         monkeypatch.setattr(

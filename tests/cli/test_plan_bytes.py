@@ -117,20 +117,20 @@ def test_a_plan_counts_on_each_device_what_a_start_takes(
     with Engine(config) as engine:
         assert plan.sizes.pool_tokens == engine.sizes.pool_tokens
         shares = {share.device: share for share in engine.tiered.context.shares()}
-        for place in plan.facts.places:
-            share = shares.pop(place.name)
+        for device in plan.facts.devices:
+            share = shares.pop(device.name)
             n_tokens = engine.sizes.pool_tokens
             if share.device or devices.current().name != "part":
-                assert place.weight_bytes == share.weights
+                assert device.weight_bytes == share.weights
             else:  # mapped with what lies between: tests/llama/test_shares.py
-                assert place.weight_bytes < share.weights < config.model.path.stat().st_size
+                assert device.weight_bytes < share.weights < config.model.path.stat().st_size
             # CUDA fills up the last row of a quantised tensor; a plan spreads that over the tokens
-            assert 0 <= place.kv_bytes_per_token * n_tokens - share.cells < n_tokens
-            assert share.device or place.kv_bytes_per_token * n_tokens == share.cells
-            assert place.state_bytes == share.states
-            assert place.compute_bytes_of(n_tokens) == share.compute
+            assert 0 <= device.kv_bytes_per_token * n_tokens - share.cells < n_tokens
+            assert share.device or device.kv_bytes_per_token * n_tokens == share.cells
+            assert device.state_bytes == share.states
+            assert device.compute_bytes_of(n_tokens) == share.compute
             if share.device:
                 in_use = share.total - share.free
-                assert place.free_bytes < share.total - share.weights
+                assert device.free_bytes < share.total - share.weights
                 assert in_use > share.weights + share.cells + share.states + share.compute
         assert not shares

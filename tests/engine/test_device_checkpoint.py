@@ -196,19 +196,19 @@ def test_its_memory_is_taken_at_the_start_and_a_plan_counts_it(
             n_copied = state_bytes(context) - state_bytes(context, on_device=True)
             assert taken() == at_start
     assert len(at_start) == (2 if devices.current().name == "part" else 1)
-    planned = sum(place.checkpoint_bytes for place in plan.facts.places)
+    planned = sum(device.checkpoint_bytes for device in plan.facts.devices)
     assert n_copied <= planned < n_copied + 4096
     without = make_plan(make_config(tiny(kind), **settings | {"device_checkpoint": False}))
-    assert all(place.checkpoint_bytes == 0 for place in without.facts.places)
-    for with_it, place in zip(plan.facts.places, without.facts.places, strict=True):
-        more = with_it.bytes_beside(1024) - place.bytes_beside(1024)
+    assert all(device.checkpoint_bytes == 0 for device in without.facts.devices)
+    for with_it, device in zip(plan.facts.devices, without.facts.devices, strict=True):
+        more = with_it.bytes_beside(1024) - device.bytes_beside(1024)
         assert more == with_it.checkpoint_bytes
 
 
 def test_attention_alone_has_no_use_for_it(tiny_llama: Path) -> None:
     settings = {**SMALL, "device_checkpoint": True}
     plan = make_plan(make_config(tiny_llama, **settings))
-    assert all(place.checkpoint_bytes == 0 for place in plan.facts.places)
+    assert all(device.checkpoint_bytes == 0 for device in plan.facts.devices)
     with record(tiny_llama, **settings) as recorded:
         assert recorded.memory.device_copy is None
 

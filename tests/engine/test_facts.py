@@ -14,7 +14,7 @@ from kvmem.engine import facts
 from kvmem.engine.facts import _Measure
 from kvmem.engine.fit import _smaller
 from kvmem.llama.context import Share
-from kvmem.sizes import MemoryFacts, Place, PoolSizes, resolve
+from kvmem.sizes import DeviceMemory, MemoryFacts, PoolSizes, resolve
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -29,14 +29,14 @@ class Weights:
     is_dry: bool = False
 
 
-def places_of(
+def devices_of(
     memory: MemoryConfig,
     monkeypatch: pytest.MonkeyPatch,
     *,
     free: int,
     row: int = 1024,
     compute: Callable[[int], int] = lambda _: 100 * MIB,
-) -> tuple[Place, ...]:
+) -> tuple[DeviceMemory, ...]:
     """Of a GPU whose graphs over so many cells take what `compute` says."""
 
     def shares_of(_: object, *, n_cells: int, **__: object) -> list[Share]:
@@ -46,7 +46,7 @@ def places_of(
     monkeypatch.setattr(facts, "shares_of", shares_of)
     config = EngineConfig(model=ModelConfig(path=Path("m.gguf")), memory=memory)
     model: Any = Weights(n_ctx_train=32768)
-    return _Measure(model, config, *HOST).places()
+    return _Measure(model, config, *HOST).devices()
 
 
 def linear(n_cells: int) -> int:
@@ -68,22 +68,22 @@ def test_graphs_grow_beyond_the_largest_pool_that_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory = MemoryConfig(workspace_tokens=1 << 22, budget_tokens=budget)
-    (place,) = places_of(memory, monkeypatch, free=free, compute=compute)
-    fits = place.most_tokens(keep_bytes=place.headroom_bytes)
+    (device,) = devices_of(memory, monkeypatch, free=free, compute=compute)
+    fits = device.most_tokens(keep_bytes=device.headroom_bytes)
     for n_tokens in (128, 1 << 20, 3 << 19, 1 << 21, 3 << 20, 1 << 22):
-        assert place.compute_bytes_of(n_tokens) >= compute(n_tokens) or n_tokens * 1024 > free
-    assert fits * 1024 + compute(fits) <= free - place.headroom_bytes
+        assert device.compute_bytes_of(n_tokens) >= compute(n_tokens) or n_tokens * 1024 > free
+    assert fits * 1024 + compute(fits) <= free - device.headroom_bytes
     if free == 80 * GIB:
-        assert place.compute_bytes_of(1 << 22) == compute(1 << 22)
+        assert device.compute_bytes_of(1 << 22) == compute(1 << 22)
 
 
 def test_a_pool_within_what_is_measured_is_told_by_its_own_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory = MemoryConfig(workspace_tokens=65536)
-    (place,) = places_of(memory, monkeypatch, free=80 * GIB, compute=linear)
+    (device,) = devices_of(memory, monkeypatch, free=80 * GIB, compute=linear)
     largest = 65536 + 128
-    assert (place.compute_tokens, place.compute_bytes) == (largest, linear(largest))
+    assert (device.compute_tokens, device.compute_bytes) == (largest, linear(largest))
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_a_buffer_for_copies_holds_a_block_at_least(
     block: int, row: int, tokens: int, staging: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = MemoryConfig(workspace_tokens=tokens, block_tokens=block)
-    (place,) = places_of(memory, monkeypatch, free=80 * GIB, row=row)
-    assert place.staging_bytes == staging
+    (device,) = devices_of(memory, monkeypatch, free=80 * GIB, row=row)
+    assert device.staging_bytes == staging
 
 
 @pytest.mark.parametrize("use_mmap", [True, False])
@@ -109,7 +109,7 @@ def test_weights_that_are_not_mapped_are_taken_off_the_host_store(
     monkeypatch.setattr(facts, "_host_memory", lambda: (GIB, 2 * GIB))
     config = make_config(tiny_llama, host_limit_bytes=None)
     plan = make_plan(replace(config, model=replace(config.model, use_mmap=use_mmap)))
-    (host,) = plan.facts.places
+    (host,) = plan.facts.devices
     assert host.weight_bytes > 0
     taken = 0 if use_mmap else host.weight_bytes
     assert host.free_bytes == plan.facts.free_host_bytes == GIB - taken
@@ -124,12 +124,12 @@ def test_a_pool_that_does_not_fit_shrinks_to_the_least(n_blocks: int) -> None:
         model=ModelConfig(path=Path("m.gguf")), memory=MemoryConfig(workspace_tokens=1 << 20)
     )
     free = 2 * n_blocks * 128 * 1024
-    host = Place(name="", free_bytes=free, total_bytes=free, kv_bytes_per_token=1024)
+    host = DeviceMemory(name="", free_bytes=free, total_bytes=free, kv_bytes_per_token=1024)
     found = MemoryFacts(
         trained_tokens=1 << 20,
         kv_bytes_per_token=1024,
         host_bytes_per_token=1100,
-        places=(host,),
+        devices=(host,),
         free_host_bytes=GIB,
         host_bytes=GIB,
     )

@@ -51,11 +51,11 @@ def test_layers_are_advised_where_there_is_a_gpu(tiny_llama: Path) -> None:
     with record(tiny_llama) as recorded:
         engine = recorded.engine
         config = replace(engine.config, model=replace(engine.config.model, n_gpu_layers=-1))
-        host = engine.facts.places
+        host = engine.facts.devices
         gpu = replace(host[0], name="CUDA0")
         said = advice(engine.model, config, engine.facts, engine.sizes)
         assert said == "budget_tokens=192 or ubatch_tokens=64"
-        facts = replace(engine.facts, places=(*host, gpu))
+        facts = replace(engine.facts, devices=(*host, gpu))
         said = advice(engine.model, config, facts, engine.sizes)
         assert said == "budget_tokens=192, ubatch_tokens=64 or n_gpu_layers=2"
         config = replace(config, model=replace(config.model, n_gpu_layers=0))

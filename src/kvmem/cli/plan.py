@@ -14,10 +14,10 @@ from kvmem.config import EngineConfig
 from kvmem.engine.calibration import Found, find
 from kvmem.engine.checkpoint import MAX_CHECKPOINTS
 from kvmem.engine.engine import Engine
-from kvmem.engine.facts import memory_facts, plain_places, warn_without_gpu
+from kvmem.engine.facts import memory_facts, plain_devices, warn_without_gpu
 from kvmem.engine.fit import check_plain
 from kvmem.llama.model import Model
-from kvmem.sizes import MemoryFacts, Place, PoolSizes, resolve
+from kvmem.sizes import DeviceMemory, MemoryFacts, PoolSizes, resolve
 
 __all__ = ["Plan", "make_plan", "plan", "plan_of", "render_plan"]
 
@@ -61,19 +61,19 @@ class Plan:
         found = self.calibration.calibration
         return [] if found is None else list(found.pairs)
 
-    def _as_dict(self, place: Place) -> dict[str, Any]:
+    def _as_dict(self, device: DeviceMemory) -> dict[str, Any]:
         n_tokens = self.sizes.pool_tokens
         return {
-            "name": place.name or "host",
-            "total_bytes": place.total_bytes,
-            "free_bytes": place.free_bytes,
-            "weight_bytes": place.weight_bytes,
-            "pool_bytes": n_tokens * place.kv_bytes_per_token,
-            "state_bytes": place.state_bytes,
-            "checkpoint_bytes": place.checkpoint_bytes,
-            "compute_bytes": place.compute_bytes_of(n_tokens),
-            "staging_bytes": place.staging_bytes,
-            "headroom_bytes": place.headroom_bytes,
+            "name": device.name or "host",
+            "total_bytes": device.total_bytes,
+            "free_bytes": device.free_bytes,
+            "weight_bytes": device.weight_bytes,
+            "pool_bytes": n_tokens * device.kv_bytes_per_token,
+            "state_bytes": device.state_bytes,
+            "checkpoint_bytes": device.checkpoint_bytes,
+            "compute_bytes": device.compute_bytes_of(n_tokens),
+            "staging_bytes": device.staging_bytes,
+            "headroom_bytes": device.headroom_bytes,
         }
 
     def _tokens_in(self, n_bytes: int) -> int:
@@ -120,7 +120,7 @@ class Plan:
             "calibration": self.calibration.source,
             "calibrated_pairs": self._pairs,
             "free_device_bytes": self.facts.free_device_bytes,
-            "devices": [self._as_dict(place) for place in self.facts.places],
+            "devices": [self._as_dict(device) for device in self.facts.devices],
             "free_host_bytes": self.facts.free_host_bytes,
             "sources": dict(sizes.sources),
         }
@@ -159,7 +159,7 @@ def make_plan(config: EngineConfig) -> Plan:
         facts = memory_facts(model, config, calibration.calibration, placed=placed)
         sizes = resolve(config.memory, facts)
         if not config.memory.enabled:
-            check_plain(model, config, facts, sizes, plain_places(placed, config))
+            check_plain(model, config, facts, sizes, plain_devices(placed, config))
         return Plan(
             config=config,
             model=_describe(model),
@@ -187,27 +187,27 @@ def _describe(model: Model) -> str:
     return model.description.replace(" ?B ", f" {show.count(model.n_params)} ")
 
 
-def _add_place(add: Callable[..., None], made: Plan, place: Place) -> None:
+def _add_device(add: Callable[..., None], made: Plan, device: DeviceMemory) -> None:
     """What else the pool takes of one device, and what is left there."""
     n_tokens = made.sizes.pool_tokens
     batch = f"llama.cpp's graphs, batches of {made.config.memory.ubatch} (-ub) over the pool"
-    if place.is_host:
-        if place.checkpoint_bytes:
-            add("a checkpoint, host", None, place.checkpoint_bytes, "--kvmem-device-checkpoint")
-        add("compute buffers, host", None, place.compute_bytes_of(n_tokens), batch)
+    if device.is_host:
+        if device.checkpoint_bytes:
+            add("a checkpoint, host", None, device.checkpoint_bytes, "--kvmem-device-checkpoint")
+        add("compute buffers, host", None, device.compute_bytes_of(n_tokens), batch)
         return
-    name = place.name
-    add(f"{name}, weights", None, place.weight_bytes, "of the layers that -ngl puts there")
-    add("  pool", n_tokens, n_tokens * place.kv_bytes_per_token, "of the same layers")
-    if place.state_bytes:
-        add("  recurrent state", None, place.state_bytes, "of the same layers")
-    if place.checkpoint_bytes:
-        add("  a checkpoint", None, place.checkpoint_bytes, "--kvmem-device-checkpoint")
-    add("  compute buffers", None, place.compute_bytes_of(n_tokens), batch)
-    add("  staging buffers", None, place.staging_bytes, "blocks are copied through them")
-    left = place.free_bytes - place.bytes_of(n_tokens)
-    total = show.size(place.total_bytes)
-    kept = show.size(place.headroom_bytes)
+    name = device.name
+    add(f"{name}, weights", None, device.weight_bytes, "of the layers that -ngl puts there")
+    add("  pool", n_tokens, n_tokens * device.kv_bytes_per_token, "of the same layers")
+    if device.state_bytes:
+        add("  recurrent state", None, device.state_bytes, "of the same layers")
+    if device.checkpoint_bytes:
+        add("  a checkpoint", None, device.checkpoint_bytes, "--kvmem-device-checkpoint")
+    add("  compute buffers", None, device.compute_bytes_of(n_tokens), batch)
+    add("  staging buffers", None, device.staging_bytes, "blocks are copied through them")
+    left = device.free_bytes - device.bytes_of(n_tokens)
+    total = show.size(device.total_bytes)
+    kept = show.size(device.headroom_bytes)
     add("  left free", None, left, f"of {total}; an automatic pool leaves {kept}")
 
 
@@ -252,8 +252,8 @@ def render_plan(made: Plan) -> str:
     if facts.state_device_bytes:
         how = f"on the device, with {draft.state} for drafts" if draft.enabled else "on the device"
         add("recurrent state", None, facts.state_device_bytes, how)
-    for place in facts.places:
-        _add_place(add, made, place)
+    for device in facts.devices:
+        _add_device(add, made, device)
     add("host store limit", None, sizes.host_limit_bytes, sources["host_limit_bytes"])
     memory = made.config.memory
     shared = memory.conversations_bytes or sizes.host_limit_bytes

@@ -21,14 +21,14 @@ from kvmem.llama.context import Context, Share, shares_of
 from kvmem.llama.draft import DraftContext
 from kvmem.llama.memory import LlamaPort
 from kvmem.llama.model import Model
-from kvmem.sizes import MemoryFacts, Place, largest_pool, workspace_of
+from kvmem.sizes import DeviceMemory, MemoryFacts, largest_pool, workspace_of
 
 __all__ = [
     "Probe",
     "context_settings",
     "host_bytes_per_token",
     "memory_facts",
-    "plain_places",
+    "plain_devices",
     "probe",
     "warn_without_gpu",
 ]
@@ -147,7 +147,7 @@ def memory_facts(
             trained_tokens=model.n_ctx_train,
             kv_bytes_per_token=kv_bytes,
             host_bytes_per_token=kv_bytes,
-            places=(_plain_place(config, kv_bytes, machine_free, machine_total),),
+            devices=(_plain_device(config, kv_bytes, machine_free, machine_total),),
             free_host_bytes=machine_free,
             host_bytes=machine_total,
         )
@@ -155,13 +155,13 @@ def memory_facts(
     kept = Fraction(0)
     if memory.device_checkpoint and found.state_device_bytes:
         kept = Fraction(found.state_bytes, found.state_device_bytes)
-    places = _Measure(placed, config, machine_free, machine_total, kept).places()
+    devices = _Measure(placed, config, machine_free, machine_total, kept).devices()
     return MemoryFacts(
         trained_tokens=model.n_ctx_train,
         kv_bytes_per_token=found.layout.payload_bytes // memory.block_tokens,
         host_bytes_per_token=host_bytes_per_token(found.layout, calibration, memory.scorer),
-        places=places,
-        free_host_bytes=next((p.free_bytes for p in places if p.is_host), machine_free),
+        devices=devices,
+        free_host_bytes=next((p.free_bytes for p in devices if p.is_host), machine_free),
         host_bytes=machine_total,
         checkpoint_bytes=found.checkpoint_bytes,
         state_device_bytes=found.state_device_bytes,
@@ -194,29 +194,29 @@ class _Measure:
         self._config = config
         self._host = (machine_free, machine_total)
 
-    def places(self) -> tuple[Place, ...]:
+    def devices(self) -> tuple[DeviceMemory, ...]:
         """For every pool up to the largest that could be chosen."""
         block = self._config.memory.block_tokens
         largest = largest_pool(self._config.memory, self._model.n_ctx_train)
         high = low = min(largest, MOST_TOKENS)
         above = below = self._at(high)
-        holders = [place for place in above if place.kv_bytes_per_token]
-        if largest > high or any(place.most_tokens() < high for place in holders):
-            free = min(place.free_bytes // place.kv_bytes_per_token for place in holders)
+        holders = [device for device in above if device.kv_bytes_per_token]
+        if largest > high or any(device.most_tokens() < high for device in holders):
+            free = min(device.free_bytes // device.kv_bytes_per_token for device in holders)
             high, low = max(block, min(high, free // block * block)), block
             above, below = self._at(high), self._at(low)
         nearest = high // 2 if largest > high == MOST_TOKENS else high  # a line has two ends
         for _ in range(N_MEASURES - 1):
-            places = tuple(_between(*pair, low, high) for pair in zip(below, above, strict=True))
-            fits = [place.most_tokens(keep_bytes=place.headroom_bytes)
-                    for place in places if place.kv_bytes_per_token]  # fmt: skip
+            devices = tuple(_between(*pair, low, high) for pair in zip(below, above, strict=True))
+            fits = [device.most_tokens(keep_bytes=device.headroom_bytes)
+                    for device in devices if device.kv_bytes_per_token]  # fmt: skip
             nearer = min(min(fits), nearest) // block * block
             if nearer <= low:
                 break
             low, below = nearer, self._at(nearer)
         return tuple(_between(*pair, low, high) for pair in zip(below, above, strict=True))
 
-    def _at(self, n_tokens: int) -> list[Place]:
+    def _at(self, n_tokens: int) -> list[DeviceMemory]:
         """With a pool of this size, each device in the same order."""
         config, draft = self._config, self._config.draft
         shares = shares_of(
@@ -226,16 +226,16 @@ class _Measure:
             draft_types=(draft.type_k, draft.type_v) if draft.enabled else None,
             **context_settings(config),
         )
-        return sorted((self._place(share, n_tokens) for share in shares), key=lambda p: p.name)
+        return sorted((self._device(share, n_tokens) for share in shares), key=lambda p: p.name)
 
-    def _place(self, share: Share, n_tokens: int) -> Place:
+    def _device(self, share: Share, n_tokens: int) -> DeviceMemory:
         row = -(-share.cells // n_tokens)
         block_bytes = self._config.memory.block_tokens * row
         free, total = (share.free, share.total) if share.device else self._host
         is_mapped = not share.device and self._config.model.use_mmap
         if self._model.is_dry and not is_mapped:
             free -= share.weights
-        return Place(
+        return DeviceMemory(
             name=share.device,
             free_bytes=max(0, free),
             total_bytes=total,
@@ -250,7 +250,7 @@ class _Measure:
         )
 
 
-def _between(below: Place, above: Place, low: int, high: int) -> Place:
+def _between(below: DeviceMemory, above: DeviceMemory, low: int, high: int) -> DeviceMemory:
     """What it takes for pools of up to `high` tokens, from what it takes for two."""
     slope = (above.compute_bytes - below.compute_bytes) / (high - low) if high > low else 0.0
     return replace(
@@ -261,20 +261,20 @@ def _between(below: Place, above: Place, low: int, high: int) -> Place:
     )
 
 
-def plain_places(placed: Model, config: EngineConfig) -> tuple[Place, ...]:
+def plain_devices(placed: Model, config: EngineConfig) -> tuple[DeviceMemory, ...]:
     """What a start without the memory takes of each device: as much as a pool of its size.
 
     None where kvmem cannot tier the cache, or not these types: then llama.cpp alone knows.
     """
     try:
         tiered = replace(config, memory=replace(config.memory, enabled=True))
-        places = _Measure(placed, tiered, *_host_memory()).places()
+        devices = _Measure(placed, tiered, *_host_memory()).devices()
     except (ConfigError, ModelError):
         return ()
-    return tuple(replace(place, staging_bytes=0) for place in places)
+    return tuple(replace(device, staging_bytes=0) for device in devices)
 
 
-def _plain_place(config: EngineConfig, kv_bytes: int, free: int, total: int) -> Place:
+def _plain_device(config: EngineConfig, kv_bytes: int, free: int, total: int) -> DeviceMemory:
     """Of plain llama.cpp: the whole cache, on the GPUs if there are some."""
     gpus = runtime.gpus()
     name = ""
@@ -282,7 +282,7 @@ def _plain_place(config: EngineConfig, kv_bytes: int, free: int, total: int) -> 
         name = gpus[0].name
         free = sum(gpu.free_bytes for gpu in gpus)
         total = sum(gpu.total_bytes for gpu in gpus)
-    return Place(name=name, free_bytes=free, total_bytes=total, kv_bytes_per_token=kv_bytes)
+    return DeviceMemory(name=name, free_bytes=free, total_bytes=total, kv_bytes_per_token=kv_bytes)
 
 
 def warn_without_gpu(model: ModelConfig) -> None:

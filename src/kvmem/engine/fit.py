@@ -11,7 +11,7 @@ from kvmem.engine.memory import Memory, TieredMemory
 from kvmem.errors import CapacityError, ConfigError, DecodeError, HostCapacityError
 from kvmem.llama.model import Model
 from kvmem.llama.state import state_bytes
-from kvmem.sizes import MemoryFacts, Place, PoolSizes, resolve, size
+from kvmem.sizes import DeviceMemory, MemoryFacts, PoolSizes, resolve, size
 
 __all__ = ["advice", "check_plain", "make_fitting", "run_largest"]
 
@@ -51,19 +51,23 @@ def make_fitting(
 
 
 def check_plain(
-    model: Model, config: EngineConfig, facts: MemoryFacts, sizes: PoolSizes, taken: Sequence[Place]
+    model: Model,
+    config: EngineConfig,
+    facts: MemoryFacts,
+    sizes: PoolSizes,
+    taken: Sequence[DeviceMemory],
 ) -> None:
     """Raises CapacityError, as a start would, where the cache of plain llama.cpp does not fit.
 
     taken: what it takes of each device.
     """
     n_tokens = sizes.workspace_tokens
-    for place in taken:
-        if place.bytes_of(n_tokens) > place.free_bytes:
+    for device in taken:
+        if device.bytes_of(n_tokens) > device.free_bytes:
             raise CapacityError(
                 f"no context of {n_tokens} cells in batches of {config.memory.ubatch}: it takes "
-                f"{size(place.bytes_of(n_tokens))} of {place.name or 'the machine'}, where "
-                f"{size(place.free_bytes)} are free; try {advice(model, config, facts, sizes)}"
+                f"{size(device.bytes_of(n_tokens))} of {device.name or 'the machine'}, where "
+                f"{size(device.free_bytes)} are free; try {advice(model, config, facts, sizes)}"
             )
 
 
@@ -97,7 +101,7 @@ def advice(model: Model, config: EngineConfig, facts: MemoryFacts, sizes: PoolSi
         budget = max(2, sizes.n_budget_blocks * 3 // 4) * sizes.block_tokens
         ways.insert(0, f"budget_tokens={budget}")
     n_layers = config.model.n_gpu_layers
-    if n_layers and any(not place.is_host for place in facts.places):
+    if n_layers and any(not device.is_host for device in facts.devices):
         n_most = model.n_layer + model.n_layer_nextn + 1  # the output counts, too
         n_layers = n_most if n_layers < 0 else min(n_layers, n_most)
         ways.append(f"n_gpu_layers={n_layers * 7 // 8}")
