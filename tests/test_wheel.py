@@ -155,6 +155,14 @@ def test_exports_are_llama_and_our_own(unpacked: Path, root: Path) -> None:
     assert all(name.startswith("kvmem_") for name in list_exports(lib / "libkvmem-bridge.so"))
 
 
+def test_the_bridge_prints_nothing_of_a_prompt(unpacked: Path) -> None:
+    """llama-common's fprintf to stderr, also as _FORTIFY_SOURCE has it, is replaced."""
+    bridge = unpacked / "kvmem" / "lib" / "libkvmem-bridge.so"
+    imports = run("nm", "--dynamic", "--undefined-only", "--without-symbol-versions", bridge)
+    assert "vfprintf" in imports.split()
+    assert not {"fprintf", "__fprintf_chk"} & set(imports.split())
+
+
 # the wheel, installed
 
 IMPORT = """

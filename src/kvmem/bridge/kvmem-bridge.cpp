@@ -39,17 +39,28 @@ int kvmem_bridge_build_number(void) {
     return llama_build_number();
 }
 
-// The linker puts this in place of fprintf. llama-common writes to stderr what a schema's patterns are that it has no
-// grammar for: a part of someone's prompt, which kvmem finds out and tells in its own way.
+// The linker puts these in place of fprintf, and of what _FORTIFY_SOURCE makes of it. llama-common writes to stderr
+// what a schema's patterns are that it has no grammar for: a part of someone's prompt, which kvmem finds out and tells
+// in its own way.
 extern "C" int __wrap_fprintf(FILE * stream, const char * format, ...);
+extern "C" int __wrap___fprintf_chk(FILE * stream, int flag, const char * format, ...);
+
+static int print_elsewhere(FILE * stream, const char * format, va_list arguments) {
+    return stream == stderr ? 0 : std::vfprintf(stream, format, arguments);
+}
 
 extern "C" int __wrap_fprintf(FILE * stream, const char * format, ...) {
-    if (stream == stderr) {
-        return 0;
-    }
     va_list arguments;
     va_start(arguments, format);
-    const int n_bytes = std::vfprintf(stream, format, arguments);
+    const int n_bytes = print_elsewhere(stream, format, arguments);
+    va_end(arguments);
+    return n_bytes;
+}
+
+extern "C" int __wrap___fprintf_chk(FILE * stream, int, const char * format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    const int n_bytes = print_elsewhere(stream, format, arguments);
     va_end(arguments);
     return n_bytes;
 }

@@ -14,6 +14,9 @@ static const uint64_t MAX_TIMES = 2000;
 // elements that all repetitions together may unfold to; a hundred MB at most
 static const uint64_t MAX_UNFOLDED = 1 << 20;
 
+// rules and groups; more of them take the search for what can be empty too long
+static const size_t MAX_RULES = 1 << 14;
+
 // ways to begin a rule, each of which is a stack of the sampler and a walk of the search for left recursion
 static const uint64_t MAX_BEGINNINGS = 1 << 13;
 
@@ -99,11 +102,19 @@ class gbnf_reader {
         sequence().push_back(item);
     }
 
+    void add_rule(const std::string & name) {
+        if (rules.size() == MAX_RULES) {
+            fail("there are more than " + std::to_string(MAX_RULES) + " rules and groups");
+        }
+        gbnf_rule rule;
+        rule.name = name;
+        rules.push_back(std::move(rule));
+    }
+
     int find_rule(const std::string & name) {
         const auto [found, is_new] = ids.emplace(name, (int) rules.size());
         if (is_new) {
-            rules.emplace_back();
-            rules.back().name = name;
+            add_rule(name);
         }
         return found->second;
     }
@@ -179,8 +190,7 @@ class gbnf_reader {
         pos++;
         const int group = (int) rules.size();
         add(group, 1);
-        rules.emplace_back();
-        rules[group].name = rules[open.front()].name;
+        add_rule(rules[open.front()].name);
         rules[group].line = line;
         rules[group].alternatives.emplace_back();
         open.push_back(group);
@@ -265,7 +275,7 @@ class gbnf_check {
             }
         }
         for (auto & rule : rules) {
-            count(rule);
+            count(rule, 0);
         }
     }
 
@@ -282,22 +292,27 @@ class gbnf_check {
         });
     }
 
-    uint64_t count(gbnf_rule & rule) {
+    [[noreturn]] static void fail(const gbnf_rule & rule, const std::string & what) {
+        throw kvmem_invalid("line " + std::to_string(rule.line) + ", rule " + rule.name + ": " + what);
+    }
+
+    // depth: rules that this one was reached through, each of which has one way to begin more
+    uint64_t count(gbnf_rule & rule, uint64_t depth) {
         if (rule.beginnings > 0) {
             return rule.beginnings;
         }
-        const std::string where = "line " + std::to_string(rule.line) + ", rule " + rule.name + ": ";
         if (rule.is_open) {
-            throw kvmem_invalid(where + "it refers to itself before any text (left recursion)");
+            fail(rule, "it refers to itself before any text (left recursion)");
         }
         rule.is_open = true;
         uint64_t n   = 1;
         for (const auto & items : rule.alternatives) {
             for (const auto & item : items) {
-                n += item.rule < 0 ? 1 : count(rules[item.rule]) * weight(item);
-                if (n > MAX_BEGINNINGS) {
-                    throw kvmem_invalid(
-                            where + "it can begin in more than " + std::to_string(MAX_BEGINNINGS) + " ways");
+                if (depth < MAX_BEGINNINGS) {
+                    n += item.rule < 0 ? 1 : count(rules[item.rule], depth + 1) * weight(item);
+                }
+                if (depth >= MAX_BEGINNINGS || n > MAX_BEGINNINGS) {
+                    fail(rule, "it can begin in more than " + std::to_string(MAX_BEGINNINGS) + " ways");
                 }
                 if (!can_be_empty(item)) {
                     break;

@@ -44,11 +44,14 @@ static void read_mirostat(common_params_sampling & params, const common_json & v
     params.mirostat = value.get<int>();
 }
 
-// the names replace the default chain
+// the names replace the default chain; each sampler has its own memory of tokens, some MiB at most
 static void read_samplers(common_params_sampling & params, const common_json & value) {
     std::vector<std::string> names;
     for (const auto & name : value) {
         names.push_back(name.get<std::string>());
+        if (std::count(names.begin(), names.end(), names.back()) > 1) {
+            throw kvmem_invalid("the sampler " + names.back() + " is named twice");
+        }
     }
     params.samplers = common_sampler_types_from_names(names);
     if (params.samplers.size() != names.size()) {
@@ -72,7 +75,14 @@ static void read_grammar(common_params_sampling & params, const common_json & va
     }
 }
 
+// llama.cpp looks through the whole vocabulary for each of them
+static const size_t MAX_BREAKERS = 64;
+
 static void read_breakers(common_params_sampling & params, const common_json & value) {
+    if (value.size() > MAX_BREAKERS) {
+        throw kvmem_invalid(
+                "at most " + std::to_string(MAX_BREAKERS) + " breakers are taken, not " + std::to_string(value.size()));
+    }
     params.dry_sequence_breakers.clear();
     for (const auto & text : value) {
         params.dry_sequence_breakers.push_back(text.get<std::string>());
