@@ -3,12 +3,15 @@ request is answered as if nothing had been.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from engines import ask, random_tokens, record
 
 from kvmem.errors import TransferError
+from kvmem.llama.state import restore_state, save_state, state_bytes
 
 EXACT = {"ordered": True, "type_k": "f16", "type_v": "f16"}
 HISTORY = random_tokens(900, seed=2)
@@ -38,9 +41,19 @@ def test_the_request_after_is_right(kind: str, tiny: Callable[..., Path]) -> Non
     assert n_failed >= 6
 
 
-def test_a_lost_device_answers_nothing_more(tiny: Callable[..., Path]) -> None:
-    with record(tiny("llama"), **EXACT) as recorded:
-        recorded.memory.port.fail(9, loses_device=True)
-        for _ in range(2):
+@pytest.mark.parametrize("kind", ["llama", "qwen35", "qwen35_mtp"])
+def test_a_lost_device_answers_nothing_more(kind: str, tiny: Callable[..., Path]) -> None:
+    """Nothing reaches it any more, a recurrent state and the rows of a draft head neither."""
+    drafts = {"n_drafts": 3} if kind == "qwen35_mtp" else {}
+    with record(tiny(kind), **EXACT, **drafts) as recorded:
+        ask(recorded.session, HISTORY[:100], span=(60, 90))
+        recorded.memory.port.fail(3, loses_device=True)
+        for history in (HISTORY, HISTORY, HISTORY[:50]):
             with pytest.raises(TransferError, match="load the model anew"):
-                ask(recorded.session, HISTORY, span=SPAN)
+                ask(recorded.session, history, span=(len(history) - 40, len(history) - 10))
+        context, memory = recorded.memory.context, recorded.memory
+        if memory.is_hybrid:
+            state = np.zeros(state_bytes(context), np.uint8)
+            for touch in (save_state, partial(restore_state, n_tokens=0)):
+                with pytest.raises(TransferError, match="load the model anew"):
+                    touch(context, state)

@@ -12,6 +12,7 @@ import tiny_vocab
 from engines import random_tokens
 
 from kvmem.errors import Cancelled, ConfigError, DecodeError, ModelError, StateError
+from kvmem.llama import log
 from kvmem.llama.context import CancelToken, Context
 from kvmem.llama.model import Model
 
@@ -194,6 +195,37 @@ def test_close_twice_and_use_after_close(model: Model) -> None:
     ):
         with pytest.raises(StateError, match="closed"):
             use()
+
+
+def test_an_interrupt_while_it_is_made_leaves_the_model_whole(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes out where Python runs again: behind llama.cpp's work, among its log lines."""
+
+    def interrupted() -> list[str]:
+        raise KeyboardInterrupt
+
+    model = Model(tiny_llama)
+    with Context(model, n_ctx=64) as other:
+        with monkeypatch.context() as patched:
+            patched.setattr(log, "drain", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                Context(model, n_ctx=64)
+        model.close()
+        other.decode(*batch(1))  # the weights are there as long as a context is
+
+
+def test_sequences_that_a_cache_does_not_have_are_refused(model: Model) -> None:
+    with Context(model, n_ctx=64, n_seq_max=2) as context:
+        context.decode(*batch(1), seqs=(0, 1))
+        for seqs in ((), (0, 1, 0)):
+            with pytest.raises(DecodeError, match="this context at most 2"):
+                context.decode(*batch(1, start=1), seqs=seqs)
+    with (
+        Context(model, n_ctx=64, n_cells=64, block_tokens=16, n_seq_max=2) as context,
+        pytest.raises(DecodeError, match="a tiered cache has the first alone"),
+    ):
+        context.decode(*batch(1), seqs=(1,))
 
 
 def test_a_set_token_cancels_before_the_batch(model: Model) -> None:

@@ -13,6 +13,7 @@ from kvmem.engine.prompt import text_positions
 from kvmem.errors import ConfigError, ModelError, StateError, TransferError
 from kvmem.kv.budget import HostBudget
 from kvmem.kv.working_set import WorkingSet
+from kvmem.llama import log
 from kvmem.llama.context import Context
 from kvmem.llama.draft import DraftContext
 from kvmem.llama.memory import LlamaPort
@@ -52,6 +53,20 @@ def test_payloads_end_with_the_rows_of_the_head(leader: Context) -> None:
     assert after.row_bytes == (*before.row_bytes, 68, 36)  # two heads of 32 in Q8_0 and in Q4_0
     assert after.payload_bytes == after.layout.payload_bytes == before.payload_bytes + 16 * 104
     head.close()
+
+
+def test_an_interrupt_while_it_is_made_frees_it(
+    leader: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> list[str]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(log, "drain", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            DraftContext(leader)
+    with pytest.raises(Exception, match="one follower"):  # which has been, and is gone
+        DraftContext(leader)
 
 
 def test_there_is_one_head(head: DraftContext) -> None:

@@ -4,6 +4,7 @@
 #include "llama-context.h"
 
 #include <algorithm>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -28,56 +29,73 @@ bool kvmem_memory::publish(int32_t cell, const kvmem_cell_meta * meta, uint32_t 
     return cell_blocks->publish(cell, meta, n) && (!follower || follower->publish(cell, meta, n));
 }
 
-static int fail_lost(const kvmem_memory * memory) {
+int kvmem_device_check(const kvmem_memory * memory) {
+    if (memory->loss().empty()) {
+        return KVMEM_OK;
+    }
     return fail(
-            KVMEM_ERR_DEVICE, "the device was lost (" + memory->lost + "); close the engine and load the model anew");
+            KVMEM_ERR_DEVICE, "the device was lost (" + memory->loss() + "); close the engine and load the model anew");
+}
+
+int kvmem_decode(llama_context * ctx, llama_batch batch) {
+    int status = -4;
+    kvmem_guarded([&] { return status = llama_decode(ctx, batch); });
+    return status;
 }
 
 int kvmem_cells_place(kvmem_memory * memory, const int32_t * cells, uint32_t n) {
-    if (!memory->lost.empty()) {
-        return fail_lost(memory); // llama.cpp would end the process
-    }
-    memory->flush_clears();
-    for (uint32_t i = 0; i < n; ++i) {
-        if (!in_range(memory, cells[i], 1)) {
-            return fail(KVMEM_ERR_ARGUMENT, "a token was placed outside the cells");
+    return kvmem_guarded([&]() -> int {
+        if (const int status = kvmem_device_check(memory)) {
+            return status;
         }
-        if (!memory->cells().is_empty(cells[i])) {
-            return fail(KVMEM_ERR_STATE, "a token was placed into a cell that is in use");
+        memory->flush_clears();
+        for (uint32_t i = 0; i < n; ++i) {
+            if (!in_range(memory, cells[i], 1)) {
+                return fail(KVMEM_ERR_ARGUMENT, "a token was placed outside the cells");
+            }
+            if (!memory->cells().is_empty(cells[i])) {
+                return fail(KVMEM_ERR_STATE, "a token was placed into a cell that is in use");
+            }
         }
-    }
-    memory->placed.assign(cells, cells + n);
-    memory->n_used_at_place = memory->cells().get_used();
-    return KVMEM_OK;
+        memory->placed.assign(cells, cells + n);
+        memory->n_used_at_place = memory->cells().get_used();
+        return KVMEM_OK;
+    });
 }
 
 int kvmem_cells_publish(kvmem_memory * memory, int32_t cell, const kvmem_cell_meta * meta, uint32_t n) {
-    if (!in_range(memory, cell, n)) {
-        return fail(KVMEM_ERR_ARGUMENT, "cells to publish lie outside the cache");
-    }
-    return memory->publish(cell, meta, n) ? (int) KVMEM_OK : fail(KVMEM_ERR_STATE, "a cell to publish is in use");
+    return kvmem_guarded([&]() -> int {
+        if (!in_range(memory, cell, n)) {
+            return fail(KVMEM_ERR_ARGUMENT, "cells to publish lie outside the cache");
+        }
+        return memory->publish(cell, meta, n) ? (int) KVMEM_OK : fail(KVMEM_ERR_STATE, "a cell to publish is in use");
+    });
 }
 
 int kvmem_cells_clear(kvmem_memory * memory, int32_t cell, uint32_t n) {
-    if (!in_range(memory, cell, n)) {
-        return fail(KVMEM_ERR_ARGUMENT, "cells to clear lie outside the cache");
-    }
-    for (; memory; memory = memory->follower) {
-        memory->clears.push_back({ cell, n });
-    }
-    return KVMEM_OK;
+    return kvmem_guarded([&]() -> int {
+        if (!in_range(memory, cell, n)) {
+            return fail(KVMEM_ERR_ARGUMENT, "cells to clear lie outside the cache");
+        }
+        for (auto * part = memory; part; part = part->follower) {
+            part->clears.push_back({ cell, n });
+        }
+        return KVMEM_OK;
+    });
 }
 
 int kvmem_cells_read(const kvmem_memory * memory, int32_t cell, int32_t * pos, uint32_t n) {
-    if (!in_range(memory, cell, n)) {
-        return fail(KVMEM_ERR_ARGUMENT, "cells to read lie outside the cache");
-    }
-    const_cast<kvmem_memory *>(memory)->flush_clears();
-    const auto & cells = memory->cells();
-    for (uint32_t i = 0; i < n; ++i) {
-        pos[i] = cells.is_empty(cell + i) ? -1 : cells.pos_get(cell + i);
-    }
-    return KVMEM_OK;
+    return kvmem_guarded([&]() -> int {
+        if (!in_range(memory, cell, n)) {
+            return fail(KVMEM_ERR_ARGUMENT, "cells to read lie outside the cache");
+        }
+        const_cast<kvmem_memory *>(memory)->flush_clears();
+        const auto & cells = memory->cells();
+        for (uint32_t i = 0; i < n; ++i) {
+            pos[i] = cells.is_empty(cell + i) ? -1 : cells.pos_get(cell + i);
+        }
+        return KVMEM_OK;
+    });
 }
 
 uint32_t kvmem_cells_used(const kvmem_memory * memory) {
@@ -150,8 +168,8 @@ void kvmem_transfer_fail(kvmem_memory * memory, uint32_t n, int loses_device) {
 template <typename F>
 static int transfer(kvmem_memory * memory, const int32_t * slots, uint32_t n_slots, uint32_t n, F copy) {
     const int64_t block_tokens = memory->block_tokens;
-    if (!memory->lost.empty()) {
-        return fail_lost(memory);
+    if (const int status = kvmem_device_check(memory)) {
+        return status;
     }
     if (!memory->transfer || memory->follower_gone) {
         return fail(KVMEM_ERR_STATE, "rows are copied by the leader, while both contexts are open");
@@ -190,7 +208,7 @@ static int transfer(kvmem_memory * memory, const int32_t * slots, uint32_t n_slo
             memory->lost = e.what();
         }
     }
-    return memory->lost.empty() ? fail(KVMEM_ERR_DEVICE, error) : fail_lost(memory);
+    return memory->lost.empty() ? fail(KVMEM_ERR_DEVICE, error) : kvmem_device_check(memory);
 }
 
 int kvmem_rows_get(kvmem_memory * memory, const int32_t * slots, uint8_t * const * payloads, uint32_t n) {
@@ -230,7 +248,7 @@ int kvmem_rows_move(kvmem_memory * memory, int32_t source, int32_t target) {
 }
 
 kvmem_host * kvmem_host_of(kvmem_memory * memory) {
-    return new kvmem_host{ memory->slabs };
+    return new (std::nothrow) kvmem_host{ memory->slabs };
 }
 
 void kvmem_host_release(kvmem_host * host) {
@@ -238,7 +256,12 @@ void kvmem_host_release(kvmem_host * host) {
 }
 
 uint8_t * kvmem_host_alloc(kvmem_host * host, size_t bytes) {
-    return host->slabs->alloc(bytes);
+    uint8_t * data = nullptr;
+    kvmem_guarded([&]() -> int {
+        data = host->slabs->alloc(bytes);
+        return KVMEM_OK;
+    });
+    return data;
 }
 
 void kvmem_host_free(kvmem_host * host, uint8_t * data) {

@@ -49,10 +49,10 @@ int kvmem_draft_init(kvmem_memory * leader, llama_model * model, const llama_con
                 model, own, leader->attn->get_size(), leader->block_tokens, own.n_outputs_max, 0, ctx, follower)) {
         return status;
     }
-    (*follower)->batch = llama_batch_ext_init(*ctx);
-    kvmem_draft_link(leader->ctx, *ctx);
     int status = KVMEM_ERR_NO_MEMORY;
     try {
+        (*follower)->batch = llama_batch_ext_init(*ctx);
+        kvmem_draft_link(leader->ctx, *ctx);
         // the link changes both graphs; at the first decode, which would do it, a failure would end the process
         leader->ctx->sched_reserve();
         (*ctx)->sched_reserve();
@@ -114,24 +114,29 @@ static void clear_rows(ggml_tensor * tensor, size_t row_bytes, uint32_t cell, ui
 
 int kvmem_draft_skip(
         kvmem_memory * follower, const int32_t * cells, const int32_t * tokens, const int32_t * pos, uint32_t n) {
-    std::vector<kvmem_cell_meta> meta(n);
-    for (uint32_t i = 0; i < n; ++i) {
-        meta[i] = { { pos[i], pos[i], pos[i], 0 }, tokens[i], pos[i], pos[i] };
-    }
-    llama_synchronize(follower->ctx);
-    for (uint32_t i = 0, end; i < n; i = end) {
-        for (end = i + 1; end < n && cells[end] == cells[end - 1] + 1; ++end) {
-        }
-        if (const int status = kvmem_cells_publish(follower, cells[i], &meta[i], end - i)) {
-            kvmem_draft_forget(follower, cells, i);
+    return kvmem_guarded([&]() -> int {
+        if (const int status = kvmem_device_check(follower)) {
             return status;
         }
-        for (const auto & layer : follower->layers) {
-            clear_rows(layer.k, layer.info.k_row_bytes, cells[i], end - i);
-            clear_rows(layer.v, layer.info.v_row_bytes, cells[i], end - i);
+        std::vector<kvmem_cell_meta> meta(n);
+        for (uint32_t i = 0; i < n; ++i) {
+            meta[i] = { { pos[i], pos[i], pos[i], 0 }, tokens[i], pos[i], pos[i] };
         }
-    }
-    return KVMEM_OK;
+        llama_synchronize(follower->ctx);
+        for (uint32_t i = 0, end; i < n; i = end) {
+            for (end = i + 1; end < n && cells[end] == cells[end - 1] + 1; ++end) {
+            }
+            if (const int status = kvmem_cells_publish(follower, cells[i], &meta[i], end - i)) {
+                kvmem_draft_forget(follower, cells, i);
+                return status;
+            }
+            for (const auto & layer : follower->layers) {
+                clear_rows(layer.k, layer.info.k_row_bytes, cells[i], end - i);
+                clear_rows(layer.v, layer.info.v_row_bytes, cells[i], end - i);
+            }
+        }
+        return KVMEM_OK;
+    });
 }
 
 int kvmem_draft_result(kvmem_memory * follower, int32_t * token, float * row, float * p) {

@@ -202,7 +202,7 @@ static void copy_floats(const void * src, float * dst, int64_t n) {
     memcpy(dst, src, n * sizeof(float));
 }
 
-void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens, uint32_t n_outputs) {
+void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens, uint32_t n_outputs, bool copies) {
     ctx          = lctx;
     block_tokens = n_block_tokens;
 
@@ -267,19 +267,25 @@ void kvmem_memory::bind(llama_context * lctx, uint32_t n_block_tokens, uint32_t 
         }
         cell_bytes += layer.info.k_row_bytes + layer.info.v_row_bytes;
     }
+    if (layers.empty()) {
+        throw std::runtime_error("none of its layers keeps K and V");
+    }
+    cell_blocks = std::make_unique<kvmem_cell_blocks>(attn->get_cells_mut(0));
+    if (!copies) {
+        return;
+    }
     const auto all = pieces();
     const bool pin = std::any_of(
             all.begin(), all.end(), [](const kvmem_piece & piece) { return kvmem_cuda_device(piece) >= 0; });
-    cell_blocks = std::make_unique<kvmem_cell_blocks>(attn->get_cells_mut(0));
-    slabs       = std::make_shared<kvmem_slabs>(pin);
-    transfer    = kvmem_transfer_make(all, attn->get_size() / block_tokens, *slabs);
+    slabs    = std::make_shared<kvmem_slabs>(pin);
+    transfer = kvmem_transfer_make(all, attn->get_size() / block_tokens, *slabs);
 }
 
 void kvmem_memory::lead(kvmem_memory * memory) {
-    follower         = memory;
-    memory->leader   = this;
-    memory->transfer = nullptr; // rows are copied by the leader alone
+    follower       = memory;
+    memory->leader = this;
     cell_bytes += memory->cell_bytes;
+    transfer.reset(); // its buffers make room for the new ones
     transfer = kvmem_transfer_make(pieces(), attn->get_size() / block_tokens, *slabs);
 }
 

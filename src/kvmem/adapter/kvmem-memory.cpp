@@ -326,7 +326,7 @@ int kvmem_context_create(llama_model * model, const llama_context_params & param
         return status;
     }
     try {
-        made->bind(created, block_tokens, n_outputs);
+        made->bind(created, block_tokens, n_outputs, params.ctx_type != LLAMA_CONTEXT_TYPE_MTP);
     } catch (const std::bad_alloc &) {
         llama_free(created);
         kvmem_set_error("llama.cpp has no memory for its graphs");

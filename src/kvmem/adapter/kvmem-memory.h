@@ -11,6 +11,7 @@
 #include "llama-memory.h"
 
 #include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -45,7 +46,8 @@ struct kvmem_memory : public llama_memory_i {
     ~kvmem_memory() override;
 
     // finds every layer's tensors and rotations in the graph, which is reserved for n_outputs rows of logits at most
-    void bind(llama_context * ctx, uint32_t block_tokens, uint32_t n_outputs);
+    // copies: it moves its own rows; a follower's are moved by its leader
+    void bind(llama_context * ctx, uint32_t block_tokens, uint32_t n_outputs, bool copies);
 
     // makes the rows of `memory` a part of every payload, and its cells those of this one
     void lead(kvmem_memory * memory);
@@ -88,6 +90,9 @@ struct kvmem_memory : public llama_memory_i {
 
     const llama_kv_cells & cells() const;
 
+    // why the device can do nothing more, the leader's and the follower's being the same; "" while it can
+    const std::string & loss() const { return leader ? leader->lost : lost; }
+
     std::unique_ptr<llama_memory_i> inner;
 
     llama_context *          ctx  = nullptr;
@@ -103,7 +108,7 @@ struct kvmem_memory : public llama_memory_i {
     std::unique_ptr<kvmem_cell_blocks> cell_blocks;
     std::shared_ptr<kvmem_slabs>       slabs;
     std::unique_ptr<kvmem_transfer>    transfer; // after slabs, which it looks into
-    std::string                        lost;     // why the device can do nothing more
+    std::string                        lost;     // see loss()
 
     uint32_t fail_at    = 0; // tests: the block copy to fail, counted from here on; 0 for none
     bool     fail_loses = false;
@@ -136,3 +141,17 @@ llama_context_params kvmem_draft_params(llama_context_params params);
 void                 kvmem_draft_link(llama_context * leader, llama_context * head);
 
 void kvmem_set_error(const std::string & text);
+
+// what body returns; a status and a reason in place of what it throws
+template <typename F>
+int kvmem_guarded(F && body) noexcept {
+    try {
+        return body();
+    } catch (const std::bad_alloc &) {
+        kvmem_set_error("out of memory");
+        return KVMEM_ERR_NO_MEMORY;
+    } catch (const std::exception & e) {
+        kvmem_set_error(e.what());
+        return KVMEM_ERR_STATE;
+    }
+}

@@ -61,31 +61,33 @@ static bool tap_callback(ggml_tensor * node, bool ask, void * user_data) {
 
 int kvmem_tap_begin(kvmem_memory * memory, const int32_t * layers, uint32_t n_layers, const int32_t * rows,
         uint32_t n_rows, float * const * out) {
-    auto & tap = memory->tap;
-    if (tap.active) {
-        kvmem_set_error("the query tap is open already");
-        return KVMEM_ERR_STATE;
-    }
-    tap.slot_of_layer.assign(memory->layers.size(), -1);
-    for (uint32_t i = 0; i < n_layers; ++i) {
-        if (layers[i] < 0 || (size_t) layers[i] >= memory->layers.size()) {
-            kvmem_set_error("no such layer to tap");
+    return kvmem_guarded([&]() -> int {
+        auto & tap = memory->tap;
+        if (tap.active) {
+            kvmem_set_error("the query tap is open already");
+            return KVMEM_ERR_STATE;
+        }
+        tap.slot_of_layer.assign(memory->layers.size(), -1);
+        for (uint32_t i = 0; i < n_layers; ++i) {
+            if (layers[i] < 0 || (size_t) layers[i] >= memory->layers.size()) {
+                kvmem_set_error("no such layer to tap");
+                return KVMEM_ERR_ARGUMENT;
+            }
+            tap.slot_of_layer[layers[i]] = (int32_t) i;
+        }
+        tap.rows.assign(rows, rows + n_rows);
+        if (!std::is_sorted(tap.rows.begin(), tap.rows.end())) {
+            kvmem_set_error("tapped rows must ascend");
             return KVMEM_ERR_ARGUMENT;
         }
-        tap.slot_of_layer[layers[i]] = (int32_t) i;
-    }
-    tap.rows.assign(rows, rows + n_rows);
-    if (!std::is_sorted(tap.rows.begin(), tap.rows.end())) {
-        kvmem_set_error("tapped rows must ascend");
-        return KVMEM_ERR_ARGUMENT;
-    }
-    tap.n_seen.assign(n_layers, 0);
-    tap.n_read.assign(n_layers, 0);
-    tap.out.assign(out, out + n_layers);
-    tap.failed = false;
-    tap.active = true;
-    llama_set_eval_callback(memory->ctx, tap_callback, memory);
-    return KVMEM_OK;
+        tap.n_seen.assign(n_layers, 0);
+        tap.n_read.assign(n_layers, 0);
+        tap.out.assign(out, out + n_layers);
+        tap.failed = false;
+        tap.active = true;
+        llama_set_eval_callback(memory->ctx, tap_callback, memory);
+        return KVMEM_OK;
+    });
 }
 
 int kvmem_tap_end(kvmem_memory * memory) {

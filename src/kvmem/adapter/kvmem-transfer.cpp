@@ -95,7 +95,9 @@ struct split_transfer : kvmem_transfer {
             try {
                 part->wait();
             } catch (const kvmem_transfer_error & e) {
-                error = std::make_unique<kvmem_transfer_error>(e);
+                if (!error || e.lost) {
+                    error = std::make_unique<kvmem_transfer_error>(e);
+                }
             }
         }
         if (error) {

@@ -110,7 +110,7 @@ struct cuda_transfer : kvmem_transfer {
         : device(device), n_slots(n_slots), base(pieces[0].offset), n_pieces((unsigned) pieces.size()), slabs(slabs) {
         try {
             init(pieces);
-        } catch (const kvmem_transfer_error &) {
+        } catch (...) {
             release();
             throw;
         }
@@ -128,6 +128,8 @@ struct cuda_transfer : kvmem_transfer {
         check(ATTEMPT(cudaMalloc(&d_pieces, table.size() * sizeof(device_piece))), "piece table");
         check(ATTEMPT(cudaMemcpy(d_pieces, table.data(), table.size() * sizeof(device_piece), cudaMemcpyHostToDevice)),
                 "piece table");
+        // the lanes' streams wait for no other, and a copy from plain memory may still be on its way
+        check(ATTEMPT(cudaStreamSynchronize(cudaStreamLegacy)), "piece table");
         for (auto & lane : lanes) {
             check(ATTEMPT(cudaMalloc(&lane.d_slots, n_slots * sizeof(int32_t))), "slot numbers");
             check(ATTEMPT(cudaMallocHost(&lane.h_slots, n_slots * sizeof(int32_t))), "pinned slot numbers");
@@ -223,13 +225,16 @@ struct cuda_transfer : kvmem_transfer {
         double rates[2] = {};
         for (bool to_device : { true, false }) {
             for (int round = 0; round < 3; ++round) {
-                const auto start = std::chrono::steady_clock::now();
+                const auto  start  = std::chrono::steady_clock::now();
+                cudaError_t failed = cudaSuccess;
                 for (int i = 0; i < n_copies; ++i) {
-                    void * target = to_device ? lane.staging : pinned.data;
-                    void * source = to_device ? pinned.data : lane.staging;
-                    cudaMemcpyAsync(target, source, bytes, cudaMemcpyDefault, lane.stream);
+                    void *            target = to_device ? lane.staging : pinned.data;
+                    void *            source = to_device ? pinned.data : lane.staging;
+                    const cudaError_t queued = cudaMemcpyAsync(target, source, bytes, cudaMemcpyDefault, lane.stream);
+                    failed                   = failed == cudaSuccess ? queued : failed;
                 }
-                const cudaError_t status = drain();
+                const cudaError_t drained = drain();
+                const cudaError_t status  = failed == cudaSuccess ? drained : failed;
                 if (status != cudaSuccess) {
                     kvmem_pinned_free(pinned);
                     check(status, "plain copy");

@@ -71,7 +71,7 @@ typedef struct {
     int32_t y;
 } kvmem_cell_meta;
 
-// Why the last call of this thread failed; "" if it did not.
+// Why the last call of this thread that failed did so.
 KVMEM_API const char * kvmem_last_error(void);
 
 // Why this model cannot continue a text, with or without tiers; "" if it can, unless its contexts have no memory
@@ -117,6 +117,9 @@ KVMEM_API int kvmem_shares(const kvmem_memory * memory, kvmem_share * shares, ui
 KVMEM_API int kvmem_shares_of(struct llama_model * model, const struct llama_context_params * params, uint32_t n_cells,
         int replay, const struct llama_context_params * draft, kvmem_share * shares, uint32_t * n_shares);
 
+// llama_decode; -4 if it throws, and kvmem_last_error says why.
+KVMEM_API int kvmem_decode(struct llama_context * ctx, struct llama_batch batch);
+
 // cells
 
 // The tokens of the next llama_decode go to these cells, in order; all of them must be empty.
@@ -125,7 +128,7 @@ KVMEM_API int kvmem_cells_place(kvmem_memory * memory, const int32_t * cells, ui
 KVMEM_API int kvmem_cells_publish(kvmem_memory * memory, int32_t cell, const kvmem_cell_meta * meta, uint32_t n);
 // Forget n cells from `cell` on, before anything else is done with cells. Never touches the recurrent state.
 KVMEM_API int kvmem_cells_clear(kvmem_memory * memory, int32_t cell, uint32_t n);
-// pos and token of each cell, or pos -1; for checks
+// The position of each cell, -1 for none; for checks
 KVMEM_API int      kvmem_cells_read(const kvmem_memory * memory, int32_t cell, int32_t * pos, uint32_t n);
 KVMEM_API uint32_t kvmem_cells_used(const kvmem_memory * memory);
 
@@ -147,14 +150,16 @@ KVMEM_API int kvmem_transfer_use(kvmem_memory * memory, const char * name);
 // Bytes per second of large plain copies to the device and from it, for benches.
 KVMEM_API int kvmem_transfer_ceiling(kvmem_memory * memory, double * in, double * out);
 // For tests: the n-th block copy from here on fails, after those before it in the same call were done; 0 for none.
-// loses_device: as an error that the device does not recover from, after which every call but the freeing ones fails.
+// loses_device: as an error that the device does not recover from, after which every call that would touch it fails.
 KVMEM_API void kvmem_transfer_fail(kvmem_memory * memory, uint32_t n, int loses_device);
 // For tests: of the calls to CUDA that copies and their buffers need, `count` from the n-th on are not made and fail;
 // n = 0 for none. loses_device: in place of the n-th a kernel traps, which no device recovers from. Returns whether
 // what was armed before is still waiting. Without CUDA nothing is ever called.
 KVMEM_API int kvmem_cuda_fail(uint32_t n, uint32_t count, int loses_device);
-// Where payloads lie on the host. It outlives its context, and is released once nothing is held of it; any thread may
-// use it.
+// KVMEM_ERR_DEVICE once a copy has lost the device: what llama.cpp does there itself would end the process.
+KVMEM_API int kvmem_device_check(const kvmem_memory * memory);
+// Where payloads lie on the host; NULL if there is no memory. It outlives its context, and is released once nothing is
+// held of it; any thread may use it.
 KVMEM_API kvmem_host * kvmem_host_of(kvmem_memory * memory);
 KVMEM_API void         kvmem_host_release(kvmem_host * host);
 // Memory at a page, pinned beside a CUDA device; NULL if there is none left.
@@ -178,7 +183,7 @@ KVMEM_API int kvmem_tap_end(kvmem_memory * memory);
 // From here on a payload ends with the follower's layers, cells are published and cleared in both, and each decode of
 // the leader keeps the hidden row of every token. To be called before anything is decoded; params as the leader's, save
 // for the types of K and V. Either context may be freed first; without the follower no rows can be copied. After
-// KVMEM_ERR_NO_MEMORY the leader can only be freed.
+// KVMEM_ERR_NO_MEMORY and KVMEM_ERR_DEVICE the leader can only be freed.
 KVMEM_API int kvmem_draft_init(kvmem_memory * leader, struct llama_model * model,
         const struct llama_context_params * params, struct llama_context ** ctx, kvmem_memory ** follower);
 // What it does to the leader alone, for a context without tiers that is to compute the same graph.

@@ -1,7 +1,7 @@
 # adapter/kvmem.h
 from libc.stdint cimport int64_t, uint32_t
 
-from kvmem.llama.c_llama cimport llama_context, llama_context_params, llama_model
+from kvmem.llama.c_llama cimport llama_batch, llama_context, llama_context_params, llama_model
 
 
 cdef extern from "kvmem.h" nogil:
@@ -88,6 +88,8 @@ cdef extern from "kvmem.h" nogil:
                         int replay, const llama_context_params *draft, kvmem_share *shares,
                         uint32_t *n_shares)
 
+    int kvmem_decode(llama_context *ctx, llama_batch batch)
+    int kvmem_device_check(const kvmem_memory *memory)
     int kvmem_cells_place(kvmem_memory *memory, const int *cells, uint32_t n)
     int kvmem_cells_publish(kvmem_memory *memory, int cell, const kvmem_cell_meta *meta, uint32_t n)
     int kvmem_cells_clear(kvmem_memory *memory, int cell, uint32_t n)

@@ -133,7 +133,6 @@ cdef extern from "llama.h" nogil:
     void llama_synchronize(llama_context *ctx)
     llama_batch llama_batch_init(int32_t n_tokens, int32_t embd, int32_t n_seq_max)
     void llama_batch_free(llama_batch batch)
-    int32_t llama_decode(llama_context *ctx, llama_batch batch)
     float *llama_get_logits_ith(llama_context *ctx, int32_t i)
 
     void llama_memory_clear(llama_memory_t mem, bint data)

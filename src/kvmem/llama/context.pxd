@@ -18,6 +18,7 @@ cdef class Context:
     cdef readonly int n_ubatch
     cdef readonly int n_ctx
     cdef readonly int n_rs_seq          # tokens that the recurrent state can be rolled back
+    cdef readonly int n_seq_max         # sequences of its cache
     cdef readonly int block_tokens      # cells of a slot; 0 for a stock context
     cdef readonly int n_seen            # tokens in the recurrent state of a placeable memory
     cdef readonly int n_outputs         # rows of logits that the last decode left

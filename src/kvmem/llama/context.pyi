@@ -47,6 +47,7 @@ class Context:
     def n_threads_batch(self) -> int: ...
     n_ctx: int
     n_rs_seq: int
+    n_seq_max: int
     block_tokens: int
     n_seen: int
     n_outputs: int

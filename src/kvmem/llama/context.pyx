@@ -178,6 +178,8 @@ cdef class Context:
                     model_ptr, &params, n_cells, block_tokens, replay, &self._ptr, &self._memory)
             else:
                 self._ptr = c.llama_init_from_model(model_ptr, params)
+        if self._ptr != NULL:
+            model.acquire()  # before an interrupt, or a handler of the log, can come between
         errors = log.drain()
         if self._ptr == NULL:
             reason = "llama.cpp could not create it"
@@ -187,15 +189,14 @@ cdef class Context:
             what = f"no context of {n_cells or n_ctx} cells in batches of {n_ubatch}: {reason}"
             raise CapacityError("; ".join([what, *errors]))
         if c.llama_get_memory(self._ptr) == NULL:
-            c.llama_free(self._ptr)
-            self._ptr = NULL
+            self._free()
             _check_continues(model, a.KVMEM_NO_CACHE)
-        model.acquire()
         self.n_vocab = model_n_vocab(model)
         self.n_batch = c.llama_n_batch(self._ptr)
         self.n_ubatch = c.llama_n_ubatch(self._ptr)
         self.n_ctx = c.llama_n_ctx(self._ptr)
         self.n_rs_seq = c.llama_n_rs_seq(self._ptr)
+        self.n_seq_max = n_seq_max
         self._params = params
         self._batch = c.llama_batch_init(self.n_batch, 0, n_seq_max)
         c.llama_set_abort_callback(self._ptr, <c.ggml_abort_callback>_should_abort, <void *>self)
@@ -277,6 +278,9 @@ cdef class Context:
                               f"it may hold 1 to {self.n_batch}")
         if cancel is not None and cancel._set:
             raise Cancelled("cancelled before the batch")
+        if not 1 <= n_seq <= self.n_seq_max or (self._memory != NULL and tuple(seqs) != (0,)):
+            raise DecodeError(f"the sequences {seqs}: a tiered cache has the first alone, and this "
+                              f"context at most {self.n_seq_max}")
         self._batch.n_tokens = n
         for i in range(n):
             if not 0 <= tokens[i] < self.n_vocab:
@@ -300,7 +304,7 @@ cdef class Context:
         self._check_signals = threading.current_thread() is threading.main_thread()
         self._interrupt = None
         with nogil:
-            status = c.llama_decode(ctx, self._batch)
+            status = a.kvmem_decode(ctx, self._batch)
         if status == 0:
             self.n_seen += n
             try:
@@ -318,8 +322,9 @@ cdef class Context:
         if status == 2:
             raise Cancelled("cancelled during the batch")
         reason = {1: "no free cells for it", -1: "an invalid batch",
-                  -2: "no memory for the compute buffers"}.get(
-            status, f"status {status}")
+                  -2: "no memory for the compute buffers"}.get(status, f"status {status}")
+        if status == -4:
+            reason = a.kvmem_last_error().decode("utf-8", "replace")
         raise DecodeError("; ".join([f"llama.cpp could not decode {n} tokens: {reason}", *errors]))
 
     def logits(self, int i=-1):

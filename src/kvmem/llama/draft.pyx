@@ -48,18 +48,20 @@ cdef class DraftContext:
                 raise ConfigError(name, value, f"one of {', '.join(KV_TYPES)}")
         params.type_k = <c.ggml_type><int>KV_TYPES[type_k]
         params.type_v = <c.ggml_type><int>KV_TYPES[type_v]
+        self.leader = leader
         with nogil:
             status = a.kvmem_draft_init(memory, model_ptr, &params, &self._ptr, &self._memory)
+        if status == a.KVMEM_OK:
+            leader.model.acquire()  # before an interrupt, or a handler of the log, can come between
+        else:
+            self._ptr = NULL
         errors = log.drain()
         if status != a.KVMEM_OK:
-            self._ptr = NULL
             reason = a.kvmem_last_error().decode("utf-8", "replace")
             if status == a.KVMEM_ERR_UNSUPPORTED:
                 raise ModelError(f"{leader.model.architecture}: no drafts: {reason}; "
                                  "leave --spec-type out")
             raise CapacityError("; ".join([f"no context for drafts: {reason}", *errors]))
-        leader.model.acquire()
-        self.leader = leader
         self.n_embd = c.llama_model_n_embd_out(model_ptr)
         self._row = np.empty(self.n_embd, np.float32)
 

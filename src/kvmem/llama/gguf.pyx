@@ -43,7 +43,12 @@ cdef gguf_context *_open(path) except NULL:
     params.ctx = NULL
     with nogil:
         header = gguf_init_from_file(c_name, params)
-    reasons = log.drain()
+    try:
+        reasons = log.drain()
+    except BaseException:  # a handler of the log, or an interrupt
+        if header != NULL:
+            gguf_free(header)
+        raise
     if header == NULL:
         raise ModelError(f"cannot read the header of {path}: {'; '.join(reasons) or 'no reason'}")
     return header

@@ -44,8 +44,12 @@ cdef class LlamaPort(DevicePort):
         self.set_shape(n_slots, block_tokens, tuple(row_bytes))
         if self._host == NULL:
             self._host = a.kvmem_host_of(context.memory())
+            if self._host == NULL:
+                raise MemoryError("no memory for the block store")
 
     def __dealloc__(self):
+        if self._tap_out is not None and self.context._memory != NULL:
+            a.kvmem_tap_end(self.context._memory)  # it writes to buffers that go with this port
         a.kvmem_host_release(self._host)
 
     cdef int place(self, const CellId *cells, int n) except -1:
