@@ -131,7 +131,7 @@ class EngineOptions:
         int,
         flag("--kvmem-block-tokens", env="KVMEM_BLOCK_TOKENS", panel=MEMORY_PANEL,
               help="Tokens of a block, the unit of choice and transfer. A budget under 2048 "
-              "tokens wants 32 or 16."),
+              "tokens wants 32 or 16, one of 512 or less 8."),
     ] = 128  # fmt: skip
     sink: Annotated[
         int,
