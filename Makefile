@@ -11,6 +11,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 REQUIRE := $(BIN)/python scripts/requirements
 
+# Each test has one thread, so as many run side by side as there are processes; those marked `alone` follow one by one.
+PROCESSES ?= 2
+PYTEST := $(BIN)/python -m pytest
+SIDE_BY_SIDE := --numprocesses $(PROCESSES) --dist worksteal
+
 CI_VENV := build/ci/venv
 
 .PHONY: setup build demo check format test test-all test-checks test-gpu bench docs wheel ci clean
@@ -48,13 +53,14 @@ format: setup
 	find src/kvmem \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' \) -exec $(BIN)/clang-format -i {} +
 
 test: build
-	$(BIN)/python -m pytest -m "not slow and not wheel and not gpu"
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not wheel and not gpu and not alone"
+	$(PYTEST) -m "alone and not slow and not wheel and not gpu"
 
 test-gpu: setup
 	$(BIN)/python scripts/build-cuda
-	$(BIN)/python -m pytest -m gpu
+	$(PYTEST) -m gpu
 
-# kv/ alone with bounds checks and sanitizers; -S keeps an editable kvmem out of the way.
+# kv/ alone with bounds checks and sanitizers; -S keeps an editable kvmem out of the way, of each process.
 test-checks: setup
 	$(BIN)/cmake -S . -B build/checks -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	    -DPython_EXECUTABLE=$(abspath $(BIN))/python -DKVMEM_LLAMA=OFF -DKVMEM_CHECKS=ON -DKVMEM_SANITIZE=ON
@@ -65,7 +71,7 @@ test-checks: setup
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	    PYTHONPATH=build/checks/site:$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") \
-	    $(BIN)/python -S -m pytest tests/kv
+	    $(BIN)/python -S -m pytest --tx "$(PROCESSES)*popen//python=$(abspath $(BIN))/python -S" --dist worksteal tests/kv
 
 bench: build
 	$(BIN)/kvmem bench speed
@@ -105,9 +111,12 @@ ci-user: ci-wheel $(CI_USER)/ready
 	$(USER_PIP) install --quiet --no-deps --no-index --force-reinstall build/ci/dist/kvmem-*.whl
 
 # The demo model must be there: what is said of a trained model is not to be skipped.
+test-all: export KVMEM_DIST := build/ci/dist
+test-all: export KVMEM_TEST_NEEDS_MODEL := 1
 test-all: setup
 	$(BIN)/kvmem demo-model
-	KVMEM_DIST=build/ci/dist KVMEM_TEST_NEEDS_MODEL=1 $(BIN)/python -m pytest -m "not gpu"
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not gpu and not alone"
+	$(PYTEST) -m "alone and not gpu"
 
 clean:
 	rm -rf build dist

@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     import devices
 
 pytest_plugins = ["models"]  # tiny models
+
+# How long an example takes says more of what else the machine does than of what is tested.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 # A shell that starts a command in the background has it ignore Ctrl-C, and so would every process
 # that a test starts and interrupts.

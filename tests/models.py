@@ -1,6 +1,6 @@
 """Session fixtures with tiny models: `tiny(kind, **changes)`, and `tiny_llama` and the others.
 
-Each file is written once per test session, when the first test asks for it.
+Each file is written once per process of a test session, when its first test asks for it.
 """
 
 import os

@@ -21,7 +21,8 @@ from pathlib import Path
 import pytest
 from pinned_tree import inspect_tree, read_pin, read_series
 
-pytestmark = [pytest.mark.wheel, pytest.mark.slow]
+# alone: some of them build once more in `objects/`, and look at what was compiled for it
+pytestmark = [pytest.mark.wheel, pytest.mark.slow, pytest.mark.alone]
 
 # Libraries that every Linux with glibc and libstdc++ has; CUDA's are the machine's own.
 SYSTEM_LIBRARIES = re.compile(

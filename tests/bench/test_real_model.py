@@ -96,6 +96,7 @@ SMALL, WHOLE = 192, DEPTH - 64
 """Budgets: a fifth of the history, and nearly all of it, which must not pass for a small one."""
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("cpu_time")
 @pytest.mark.parametrize("budget", [SMALL, WHOLE], ids=["small budget", "control: nearly all"])
 def test_reading_and_writing_behind_a_long_history(budget: int, demo_model: Path) -> None:
@@ -123,6 +124,7 @@ def test_reading_and_writing_behind_a_long_history(budget: int, demo_model: Path
     assert set(passed.values()) == {budget == SMALL}, found
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("cpu_time")
 def test_a_store_that_nothing_left_for_costs_next_to_nothing(demo_model: Path) -> None:
     """The history within the pool: storing and summaries beside plain llama.cpp's reading.
@@ -152,6 +154,7 @@ def test_a_store_that_nothing_left_for_costs_next_to_nothing(demo_model: Path) -
     assert first >= 0.93 or over_stock() >= 0.93, first
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("cpu_time")
 @pytest.mark.parametrize("budget", [SMALL, WHOLE], ids=["small budget", "control: nearly all"])
 def test_an_agents_task_beside_plain_llama_cpp(budget: int, demo_model: Path) -> None:

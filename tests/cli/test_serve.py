@@ -83,6 +83,7 @@ def test_it_serves_notices_who_leaves_and_stops(tiny_llama: Path) -> None:
         assert server.stop() == 130
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("n", [1, 16])
 def test_the_first_byte_of_a_long_history_comes_within_a_second(tiny_llama: Path, n: int) -> None:
     """2 MB that nobody has seen: to render and to tokenise them takes longer."""
@@ -141,6 +142,7 @@ def test_a_termination_answers_every_request(tiny_llama: Path) -> None:
     assert not any("Traceback" in line or "CancelledError" in line for line in server.log())
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("stream", "number", "code"), [(False, signal.SIGTERM, 0), (True, signal.SIGINT, 130)]
 )
@@ -166,6 +168,7 @@ def test_a_termination_does_not_wait_for_a_prompt_that_is_rendered(
     assert not any("Traceback" in line or "CancelledError" in line for line in server.log())
 
 
+@pytest.mark.alone
 def test_a_termination_does_not_wait_for_a_body(tiny_llama: Path) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n"
     with (

@@ -74,11 +74,13 @@ def heavy(tiny: Callable[..., Path]) -> Path:
     return tiny("llama", n_layers=60, head_dim=512)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_loading_lets_others_run(heavy: Path) -> None:
     assert_lets_others_run(lambda: Model(heavy, use_mmap=False).close(), least_s=0.1)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_one_batch_lets_others_run(heavy: Path) -> None:
     n = 256
@@ -92,6 +94,7 @@ def test_one_batch_lets_others_run(heavy: Path) -> None:
         assert_lets_others_run(read, least_s=0.5)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_whole_request_lets_others_run(tiny_llama: Path) -> None:
     """Reading far beyond the pool, scoring, moving blocks, a long reply."""
@@ -107,6 +110,7 @@ def test_a_whole_request_lets_others_run(tiny_llama: Path) -> None:
         assert_lets_others_run(answer, least_s=0.5)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_cancel_ends_a_prefill_soon(heavy: Path) -> None:
     with Engine(make_config(heavy, batch_tokens=2048, budget_tokens=4096)) as engine:
@@ -162,6 +166,7 @@ print(session.n_tokens, len(events))
 """
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_ctrl_c_ends_a_prefill_soon(heavy: Path, root: Path) -> None:
     ran = subprocess.run(

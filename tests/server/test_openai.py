@@ -304,6 +304,7 @@ def test_a_wrong_key_is_an_authentication_error(tiny_llama: Path) -> None:
             assert reply.usage is not None and reply.usage.completion_tokens <= 3
 
 
+@pytest.mark.alone
 def test_closing_a_stream_ends_the_work(server: Server, client: OpenAI) -> None:
     greedy: dict[str, Any] = {"model": "any", "messages": HI, "max_tokens": 6, "temperature": 0}
     before = client.chat.completions.create(**greedy).choices

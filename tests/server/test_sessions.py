@@ -241,6 +241,7 @@ def server(tiny_llama: Path) -> Iterator[tuple[Server, tuple[str, int]]]:
         yield server, server.address()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_leaves_while_the_prompt_is_read_finds_it_read(
     server: tuple[Server, tuple[str, int]], stream: bool
@@ -260,6 +261,7 @@ def test_who_leaves_while_the_prompt_is_read_finds_it_read(
     assert n_read - BATCH <= usage["prompt_cache_hit_tokens"] <= n_read + BATCH
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", ["512", "8192"])
 def test_what_was_left_and_asked_again_is_what_a_fresh_server_says(
@@ -283,6 +285,7 @@ def test_what_was_left_and_asked_again_is_what_a_fresh_server_says(
     assert reply["choices"] == expected
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stream", [False, True])
 def test_ten_clients_in_a_row_leave_during_their_replies(
     server: tuple[Server, tuple[str, int]], stream: bool
@@ -300,6 +303,7 @@ def test_ten_clients_in_a_row_leave_during_their_replies(
     assert finish(post(address, body))["choices"] == before
 
 
+@pytest.mark.alone
 def test_a_stream_is_never_silent_for_long(server: tuple[Server, tuple[str, int]]) -> None:
     """Case R09: headers at once, then something each second while a long prompt is read."""
     _, address = server
@@ -318,6 +322,7 @@ def test_a_stream_is_never_silent_for_long(server: tuple[Server, tuple[str, int]
     assert max(gaps) < 2
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_client_that_waits_three_seconds_for_a_byte_gets_its_reply(
     server: tuple[Server, tuple[str, int]],

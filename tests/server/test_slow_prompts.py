@@ -43,6 +43,7 @@ class SlowBackend(FakeBackend):
 PATHS = ("/v1/chat/completions", "/completion")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("path", PATHS)
 def test_a_stream_begins_while_its_prompt_is_rendered(
     path: str, monkeypatch: pytest.MonkeyPatch

@@ -112,6 +112,7 @@ COUNTED: dict[str, dict[str, Any]] = {
 STEADY = ("/health", "/v1/models", "/props", *COUNTED)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "model", ["tiny_llama", pytest.param("demo_model", marks=pytest.mark.slow)]
 )
