@@ -187,6 +187,7 @@ def test_a_termination_does_not_wait_for_a_body(tiny_llama: Path) -> None:
     assert not any("Traceback" in line or "Error" in line or "Cancel" in line for line in lines)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("reads_on", [True, False])
 def test_a_client_that_has_stopped_to_read_is_waited_for_but_not_long(
     tiny_llama: Path, reads_on: bool
