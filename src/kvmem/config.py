@@ -299,9 +299,12 @@ class EngineConfig:
             return
         if not self.memory.enabled:
             raise ConfigError("spec_type", self.draft.spec_type, "none with --no-kvmem")
-        if self.memory.ubatch <= self.draft.n_max:
+        # a step's drafts and the token before them, and llama.cpp keeps one more apart
+        if self.memory.ubatch < self.draft.n_max + 2:
             raise ConfigError(
-                "ubatch_tokens", self.memory.ubatch, f"above spec_draft_n_max={self.draft.n_max}"
+                "ubatch_tokens",
+                self.memory.ubatch,
+                f"at least {self.draft.n_max + 2} with spec_draft_n_max={self.draft.n_max}",
             )
         if self.draft.type_v not in FLOAT_KV_TYPES and self.memory.flash_attn == "off":
             rule = f"on or auto with spec_draft_type_v={self.draft.type_v}"

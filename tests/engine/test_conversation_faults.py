@@ -10,7 +10,7 @@ from engines import Recorded, random_tokens, record
 
 from kvmem.engine.calibration import Calibration, Found
 from kvmem.engine.memory import TieredMemory
-from kvmem.errors import DecodeError, TransferError
+from kvmem.errors import DecodeError, HostCapacityError, TransferError
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen35"])
@@ -152,6 +152,41 @@ def test_other_pairs_after_an_interrupted_switch(
         expected = play(recorded, interrupted=False)
     with record(tiny_llama, **MANY) as recorded:
         assert play(recorded, interrupted=True) == expected
+
+
+@pytest.mark.parametrize("share", [0.66, 0.72])
+def test_a_conversation_whose_summaries_cannot_be_renewed_leaves(
+    share: float, tiny_llama: Path
+) -> None:
+    """Old and new ones stand beside each other for a moment: later requests do not pay for it."""
+
+    def found(pairs: tuple[tuple[int, int], ...], slice_tokens: int) -> Found:
+        made = Calibration(
+            fingerprint="", type_k="q8_0", type_v="q8_0", pairs=pairs, slice_tokens=slice_tokens
+        )
+        return Found(made, "by the test")
+
+    few, many = found(((0, 0),), 32), found(((0, 0), (0, 1), (1, 0), (1, 1)), 1)
+    settings = {"conversations": 2, "workspace_tokens": 8192, "type_k": "q8_0", "type_v": "q8_0"}
+    with record(tiny_llama, **settings, host_limit_bytes=64 << 20) as recorded:
+        recorded.engine.use_calibration(few)
+        Chat(random_tokens(30, 1)).ask(recorded.session, random_tokens(6000, 4))
+        used = recorded.memory.host.used
+    with record(tiny_llama, **settings, host_limit_bytes=int(share * used)) as recorded:
+        session = recorded.session
+        long, short = Chat(random_tokens(30, 1)), Chat(random_tokens(30, 2))
+        recorded.engine.use_calibration(few)
+        long.ask(session, random_tokens(6000, 4))
+        short.ask(session, random_tokens(40, 5))
+        recorded.engine.use_calibration(many)
+        for chat in (long, short, Chat(random_tokens(20, 3))):
+            try:
+                chat.ask(session, random_tokens(20, 6))
+            except HostCapacityError:
+                chat.messages.pop()
+                assert chat is long  # it is too long for this host with these summaries
+            conversations_of(session).check()
+            assert recorded.memory.summaries.pairs == recorded.memory.scoring.pairs
 
 
 def test_what_a_repair_has_to_say_is_in_the_report_of_the_request_that_needs_it(

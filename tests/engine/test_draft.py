@@ -308,8 +308,17 @@ def test_settings_that_do_not_go_with_drafts(tiny_qwen35_mtp: Path) -> None:
             memory=MemoryConfig(flash_attn="off", type_k="f16", type_v="f16"),
             draft=DraftConfig(spec_type="draft-mtp", type_k="q8_0", type_v="q8_0"),
         )
-    with pytest.raises(ConfigError, match="ubatch_tokens is 4, but must be above"):
+    with pytest.raises(ConfigError, match="ubatch_tokens is 4, but must be at least 6"):
         EngineConfig(model=model, memory=MemoryConfig(batch_tokens=4), draft=draft)
+
+
+def test_the_smallest_batch_that_goes_with_drafts(tiny_qwen35_mtp: Path) -> None:
+    """One less, and llama.cpp would end the process."""
+    replies = []
+    for batch_tokens in (5, 32):
+        with record(tiny_qwen35_mtp, n_drafts=3, batch_tokens=batch_tokens) as recorded:
+            replies.append(ask(recorded.session, random_tokens(60, 1), span=(10, 50)).tokens)
+    assert replies[0] == replies[1]
 
 
 def test_the_type_of_the_head_is_its_own(tiny_qwen35_mtp: Path) -> None:

@@ -154,7 +154,7 @@ class Conversations:
         """State every invariant; AssertionError names the broken one."""
         self._memory.check(self.parked)
         assert self._memory.active in self._kept
-        assert len(self) <= self._limit
+        assert len(self) <= self._limit + 1  # one more behind a failed switch, see _find_active
         assert all(one.n_tokens for one in self.parked)
         if self.parked:
             assert self._memory.host.used <= self._limit_bytes
@@ -231,8 +231,7 @@ class Conversations:
     ) -> None:
         memory = self._memory
         if use == "same":
-            while len(self) > self._limit and self._evict():  # a failed switch left an empty one
-                pass
+            self._keep_to_limit()
             memory.truncate(kept)
             return
         if use == "switched":
@@ -259,6 +258,7 @@ class Conversations:
         for one in self.parked:  # what left without a token
             if not one.n_tokens:
                 self._forget(one)
+        self._keep_to_limit()
         report.count(transfer)
 
     def _branch(self, source: Conversation, n_tokens: int) -> Conversation:
@@ -281,7 +281,10 @@ class Conversations:
         one.number, one.client_id = self._n_made, client_id
 
     def _find_active(self) -> None:
-        """The active one is that whose blocks are on the device, wherever a switch has ended."""
+        """The active one is that whose blocks are on the device, wherever a switch has ended.
+
+        Behind one that failed it may be an empty one, beside as many as may be kept.
+        """
         memory = self._memory
         history = memory.working_set.history
         if memory.active.history is history:
@@ -324,6 +327,11 @@ class Conversations:
         self._forget(leaving[0])
         self.n_evicted += 1
         return True
+
+    def _keep_to_limit(self) -> None:
+        """A failed switch may have left one more than are kept."""
+        while len(self) > self._limit and self._evict():
+            pass
 
     def _forget(self, one: Conversation) -> None:
         self._kept.remove(one)

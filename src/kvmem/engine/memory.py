@@ -119,10 +119,21 @@ class TieredMemory:
         self.index.use(made)
 
     def renew_summaries(self) -> None:
-        """Make the summaries anew if they are of other pairs than score now."""
+        """Make the summaries anew if they are of other pairs than score now.
+
+        Where the host has no room for both, the history is forgotten, and that is noted: settle()
+        may not fail for want of memory, or no request would be answered any more.
+        """
         made_for = (self.summaries.pairs, self.summaries.slice_tokens)
-        if made_for != (self.scoring.pairs, self.scoring.slice_tokens):
-            self.index.use(self.summarise_as(self.scoring))
+        if made_for == (self.scoring.pairs, self.scoring.slice_tokens):
+            return
+        try:
+            made = self.summarise_as(self.scoring)
+        except HostCapacityError as error:
+            self.note(f"a conversation of {self.n_tokens} tokens could not be kept: {error}")
+            self.clear()
+            made = self.summarise_as(self.scoring)
+        self.index.use(made)
 
     def summarise(self, pairs: Sequence[tuple[int, int]], slice_tokens: int) -> KeySummaries:
         """New summaries of all that is summarised, made from the stored keys."""
@@ -216,7 +227,7 @@ class TieredMemory:
         """Run one batch and append it.
 
         seal: whether the blocks that it completes are to be stored. After an error the history is
-        as before, or at the checkpoint before that.
+        as before, or at the checkpoint before that; an interrupt may also come when all is done.
         """
         if not self.is_whole:
             raise StateError("what was broken off is not undone yet: settle() comes first")
