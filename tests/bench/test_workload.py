@@ -1,5 +1,6 @@
 """Generated histories: exact length, equal for equal seeds, facts where the spans say."""
 
+import random
 import re
 from collections import Counter
 
@@ -124,6 +125,24 @@ def test_the_answer_is_prefix_and_value_in_turn(words: Words) -> None:
         assert words.text(question.tokens).endswith("<|im_start|>assistant\n")
         answer = words.text(question.prefix + question.value)
         assert answer.endswith(f" {question.value_text}")
+
+
+@pytest.mark.parametrize("generator", GENERATORS, ids=lambda g: g.name)
+def test_a_plain_history_ends_with_an_answered_turn(generator: Generator, words: Words) -> None:
+    for seed in range(20):
+        prompt = make_prompt(generator, words, WorkloadSpec(n_tokens=2000, plain=True), seed)
+        assert len(prompt.history) == 2000
+        *_, asked, answer = words.text(prompt.history).removesuffix("\n").split("<|im_start|>")
+        assert asked.startswith("user\n") and asked.endswith("<|im_end|>\n")
+        assert answer in {f"assistant\n{said}<|im_end|>" for said in answers(generator)}
+
+
+def answers(generator: Generator) -> set[str]:
+    """What the assistant says to prose."""
+    rng = random.Random(0)
+    turns = [generator.prose(rng)[-1] for _ in range(500)]
+    assert {turn.role for turn in turns} == {"assistant"}
+    return {"".join(turn.pieces) for turn in turns}
 
 
 def test_what_cannot_be_generated_is_refused() -> None:

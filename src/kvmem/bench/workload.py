@@ -22,6 +22,9 @@ the 512 newest tokens, which a budget of that size holds without any choice."""
 LEAST_FACT_TOKENS: Final = 48
 """Of the history for each fact, between those."""
 
+LEAST_LAST_TOKENS: Final = 64
+"""Of the last user turn and its answer, where the history ends with one."""
+
 
 class Tokenizer(Protocol):
     """The part of a vocabulary that a workload needs."""
@@ -68,7 +71,8 @@ class WorkloadSpec:
     """What to generate: `n_tokens` of history, `n_facts` facts with look-alikes each.
 
     n_paraphrased: further facts whose questions share no rare word with them.
-    plain: only facts of the kinds that a small model answers well, without look-alikes.
+    plain: only facts of the kinds that a small model answers well, without look-alikes. The
+        history ends with prose and an answer then, as such a model goes on with a log.
     """
 
     n_tokens: int = 3072
@@ -147,7 +151,7 @@ def make_prompt(
         )
     writer = _Writer(tokenizer, frame_for(tokenizer), spec.n_tokens)
     plan = _plan(rng, facts, spec.n_tokens)
-    spans = writer.write(generator, rng, plan)
+    spans = writer.write(generator, rng, plan, answered=spec.plain)
     frame = writer.frame
     questions = tuple(
         _question(tokenizer, frame, fact, tuple(spans[index])) for index, fact in enumerate(facts)
@@ -212,21 +216,29 @@ class _Writer:
         self._n_tokens = n_tokens
 
     def write(
-        self, generator: Generator, rng: random.Random, plan: list[_Planted]
+        self, generator: Generator, rng: random.Random, plan: list[_Planted], *, answered: bool
     ) -> dict[int, list[Span]]:
-        """Returns the spans of each fact by its index."""
+        """Returns the spans of each fact by its index. answered: the assistant has the last word.
+
+        Without it the last turn is cut, whoever's it is.
+        """
         spans: dict[int, list[Span]] = {}
         waiting = list(plan)
-        closing = self._ids(self.frame.closed)
         self._turn(Turn("system", (generator.opening(),)), waiting=[], spans=spans)
+        last = len(self.tokens)
         while len(self.tokens) < self._n_tokens:
             if self._is_due(waiting) and waiting[0].question:
                 self._exchange(waiting.pop(0), spans)
+            if len(self.tokens) <= self._n_tokens - LEAST_LAST_TOKENS:
+                last = len(self.tokens)
             for turn in generator.turns(rng):
                 self._turn(turn, waiting=waiting, spans=spans)
         # Cut inside the last filler and close its turn, so that the length is exact.
+        answer = self._write_again(generator, rng, last) if answered else ""
+        closing = self._ids(answer + self.frame.closed)
         stop = self._n_tokens - len(closing)
-        cut = [span for said in spans.values() for span in said if span.stop > stop]
+        kept = min(last, stop) if answered else stop
+        cut = [span for said in spans.values() for span in said if span.stop > kept]
         if n_left := len(waiting) + len(cut):
             rule = f"more: {n_left} statements found no place in the history"
             raise ConfigError("n_tokens", self._n_tokens, rule)
@@ -248,6 +260,16 @@ class _Writer:
                 if planted.fact >= 0:
                     spans.setdefault(planted.fact, []).append(Span(start, len(self.tokens)))
         self._add(self.frame.closed)
+
+    def _write_again(self, generator: Generator, rng: random.Random, last: int) -> str:
+        """From `last` on one long user turn, past the end. Returns what closes and answers it."""
+        del self.tokens[last:]
+        self._add(self.frame.open("user"))
+        while len(self.tokens) < self._n_tokens:
+            asked, answer = generator.prose(rng)
+            for piece in asked.pieces:
+                self._add(piece)
+        return self.frame.closed + self.frame.open(answer.role) + "".join(answer.pieces)
 
     def _exchange(self, planted: _Planted, spans: dict[int, list[Span]]) -> None:
         """The user tells a fact and then asks for it. All of it is gold."""

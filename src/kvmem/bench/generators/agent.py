@@ -204,3 +204,6 @@ class Agent:
     def turns(self, rng: random.Random) -> list[Turn]:
         kind = rng.choices((tool, logs, diff, shell, notes), weights=(4, 2, 2, 2, 4))[0]
         return kind(rng)
+
+    def prose(self, rng: random.Random) -> list[Turn]:
+        return notes(rng)

@@ -133,6 +133,10 @@ class Generator(Protocol):
         """One exchange of filler: some turns that belong together."""
         ...
 
+    def prose(self, rng: random.Random) -> list[Turn]:
+        """An exchange in which the user writes sentences, no log or table."""
+        ...
+
     def opening(self) -> str:
         """The system message."""
         ...

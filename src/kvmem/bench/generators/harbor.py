@@ -31,3 +31,6 @@ class Harbor:
     def turns(self, rng: random.Random) -> list[Turn]:
         kind = rng.choices((story, log, source, tool_use), weights=(4, 2, 1, 2))[0]
         return kind(rng)
+
+    def prose(self, rng: random.Random) -> list[Turn]:
+        return story(rng)

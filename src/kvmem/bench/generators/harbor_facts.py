@@ -38,12 +38,10 @@ SHIPS: Final = (
 CLUBS: Final = ("rowing club", "chess club", "brass band", "garden society")
 TRAINS: Final = ("night train", "mail boat", "express bus", "cable car")
 OFFICES: Final = ("museum", "library", "bank", "post office")
-PAINTED: Final = ("new ferry", "water tower", "school bus", "town flag", "fire engine")
-COLOURS: Final = (
-    "red", "blue", "green", "yellow", "purple", "orange", "black", "white", "pink",
-)  # fmt: skip
+HEAVY: Final = ("ship's bell", "bronze cannon", "mill stone", "spare anchor")
 BUILT: Final = ("new bridge", "town bell", "market roof", "harbour statue")
 MATERIALS: Final = ("copper", "granite", "oak", "brick", "steel", "marble", "bamboo", "glass")
+WARM: Final = ("swimming pool", "greenhouse", "cheese cellar", "hot spring")
 TRADES: Final = ("dentist", "plumber", "tailor", "florist", "locksmith")
 TOWNSFOLK: Final = FIRST[:6]
 """Who the stories are about; each is named in many places of a history."""
@@ -102,11 +100,13 @@ FORMS: Final = (
 """Facts that have look-alikes; `updated` below is one more kind."""
 
 PLAIN: Final = (
-    *FORMS[1:5],
-    Form.short("colour", "colour of the {x}", PAINTED, lambda rng: rng.choice(COLOURS)),
+    *FORMS[1:4],
+    Form.short("weight", "weight of the {x}", HEAVY, lambda rng: digits(rng, 3), " kilograms"),
+    Form.short("warmth", "temperature of the {x}", WARM, lambda rng: digits(rng, 2), " degrees"),
     Form.short("material", "material of the {x}", BUILT, lambda rng: rng.choice(MATERIALS)),
 )
-"""What a model of 135 million parameters can look up; each kind once in a history."""
+"""What a model of 135 million parameters can look up; each kind once in a history. No two have
+values of one shape, nor any a shape that the filler has, as a time of day would."""
 
 PARAPHRASED: Final = (
     (

@@ -193,6 +193,9 @@ class Office:
         kind = rng.choices((_minutes, _mail, _ticket, _table, _yaml), weights=(3, 3, 2, 2, 1))[0]
         return [Turn("user", kind(rng)), Turn("assistant", (rng.choice(REPLIES),))]
 
+    def prose(self, rng: random.Random) -> list[Turn]:
+        return [Turn("user", _mail(rng)), Turn("assistant", (rng.choice(REPLIES),))]
+
 
 def _minutes(rng: random.Random) -> tuple[str, ...]:
     lines = [f"Minutes, week {rng.randrange(1, 53)}, present: {', '.join(draw(rng, STAFF, 3))}\n"]
