@@ -105,8 +105,8 @@ PLAIN: Final = (
     Form.short("warmth", "temperature of the {x}", WARM, lambda rng: digits(rng, 2), " degrees"),
     Form.short("material", "material of the {x}", BUILT, lambda rng: rng.choice(MATERIALS)),
 )
-"""What a model of 135 million parameters can look up; each kind once in a history. No two have
-values of one shape, nor any a shape that the filler has, as a time of day would."""
+"""What a model of 135 million parameters can look up; each kind once in a history. No two
+share a unit, and none is a time of day, which the logs are full of."""
 
 PARAPHRASED: Final = (
     (
