@@ -1,7 +1,6 @@
 """`kvmem demo` on a tiny model: three ways to hold one history, told apart."""
 
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 from kept import kept_demos
@@ -96,10 +95,9 @@ def test_five_seeds_give_six_kinds_of_facts_each(tiny_llama: Path) -> None:
 
 
 def test_the_kept_demos_over_five_seeds_meet_their_bar() -> None:
-    """Five of six over the five seeds; the newest blocks alone at most two on any."""
+    """Five of six on each of the five seeds; the newest blocks alone at most two on any."""
     rights = kept_demos()
     assert list(rights) == [0, 1, 2, 3, 4]
     for name in ("kvmem", "full cache"):
-        assert fmean(right[name] for right in rights.values()) >= 5
-        assert min(right[name] for right in rights.values()) >= 4
+        assert min(right[name] for right in rights.values()) >= 5
     assert max(right["newest blocks"] for right in rights.values()) <= 2
