@@ -121,19 +121,11 @@ def check_speed(url: str) -> None:
     assert [(row.kind, row.n) for row in rows] == [("cold", 1), ("warm", 2)] * 2
 
 
-@pytest.mark.parametrize(
-    ("server", "model"),
-    [
-        ("kvmem", "tiny_llama"),
-        ("llama-server", "tiny_llama"),
-        pytest.param("kvmem", "demo_model", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("server", SERVERS)
 def test_a_server_is_measured_by_the_same_client(
-    server: str, model: str, request: pytest.FixtureRequest, tmp_path: Path
+    server: str, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    path: Path = request.getfixturevalue(model)
-    with SERVERS[server](path, tmp_path, 4096) as url:
+    with SERVERS[server](tiny_llama, tmp_path, 4096) as url:
         check_tasks(url)
         check_speed(url)
 

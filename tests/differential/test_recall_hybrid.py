@@ -39,11 +39,10 @@ def test_a_quarter_of_the_history_recalls_and_its_controls_do_not() -> None:
 
 @pytest.mark.slow
 def test_all_questions() -> None:
-    """The goal on all of them, one voice on two lengths, controls on the shortest."""
+    """The goal on all of them, one voice and the controls on the shortest."""
     lengths = {
         **dict.fromkeys(("full", "fused"), (1024, 2048, 4096)),
-        "heads": (1024, 2048),
-        **dict.fromkeys(("recency", "shuffled"), (1024,)),
+        **dict.fromkeys(("heads", "recency", "shuffled"), (1024,)),
     }
     found = {policy: ask(policy, tokens) for policy, tokens in lengths.items()}
     assert all(
@@ -57,7 +56,7 @@ def test_all_questions() -> None:
     kept = [a.is_right for a, is_ours in zip(found["fused"].told, answered, strict=True) if is_ours]
     assert sum(kept) / len(kept) >= 0.975
     assert found["fused"].gold_share >= 0.98
-    assert right["heads"] >= 0.93  # seen .963
+    assert right["heads"] >= 0.9  # seen .938
     assert right["recency"] <= 0.3
     assert right["shuffled"] <= 0.3
     # what was never told is not made up, whatever is visible

@@ -11,6 +11,7 @@ from engines import Reply, random_tokens, record
 from kvmem.engine.conversation import Conversation
 from kvmem.engine.conversations import PARKED_CHECKPOINTS
 from kvmem.engine.memory import TieredMemory
+from kvmem.engine.room import with_room
 from kvmem.engine.switching import branch
 from kvmem.errors import CapacityError, HostCapacityError
 from kvmem.kv.budget import Charge
@@ -172,7 +173,7 @@ def test_states_that_nobody_needs_leave_before_conversations(tiny_qwen35: Path) 
         state = memory.checkpoints.n_bytes // (n_spare + len(memory.checkpoints))
         positions = memory.checkpoints.positions
         others = Charge(memory.host, memory.host.free, "others")
-        block = memory.with_room(lambda: Charge(memory.host, n_spare * state, "blocks"))
+        block = with_room(memory, lambda: Charge(memory.host, n_spare * state, "blocks"))
         many = conversations_of(session)
         assert (many.n_evicted, len(many.parked)) == (0, 1)
         assert memory.checkpoints.positions == positions

@@ -58,6 +58,7 @@ def test_a_client_that_stops_reading_does_not_hold_up_others(
             stalled.reads.clear()
             other = Call(app, body())
             await asyncio.gather(stalled.task, other.task)
+            await asyncio.to_thread(until, lambda: len(backend.ends) == 3)  # ready()'s with them
             assert backend.ends[-2:] == ["cancelled", "stop"]
             assert other.status == 200
             assert "left unread" in caplog.text

@@ -76,7 +76,7 @@ static void read_grammar(common_params_sampling & params, const common_json & va
 }
 
 // llama.cpp looks through the whole vocabulary for each of them
-static const size_t MAX_BREAKERS = 64;
+static const size_t MAX_BREAKERS = 128;
 
 static void read_breakers(common_params_sampling & params, const common_json & value) {
     if (value.size() > MAX_BREAKERS) {

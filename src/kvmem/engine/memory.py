@@ -21,7 +21,7 @@ from kvmem.engine.draft import Drafter
 from kvmem.engine.index import BlockIndex
 from kvmem.engine.plain import Outputs, PlainMemory
 from kvmem.engine.prompt import positions_behind
-from kvmem.engine.room import make_room
+from kvmem.engine.room import make_room, with_room
 from kvmem.errors import Cancelled, CapacityError, HostCapacityError, StateError
 from kvmem.kv.budget import HostBudget
 from kvmem.kv.history import History
@@ -141,7 +141,7 @@ class TieredMemory:
 
     def summarise_as(self, chosen: Scoring) -> KeySummaries:
         """The same for a scoring; others leave where the host limit forbids both sets."""
-        return self.with_room(lambda: self.summarise(chosen.pairs, chosen.slice_tokens))
+        return with_room(self, lambda: self.summarise(chosen.pairs, chosen.slice_tokens))
 
     @property
     def n_tokens(self) -> int:
@@ -234,7 +234,7 @@ class TieredMemory:
         ws = self.working_set
 
         def append() -> None:
-            cells = self.with_room(lambda: ws.prepare(len(tokens), reply=reply))
+            cells = with_room(self, lambda: ws.prepare(len(tokens), reply=reply))
             pos = positions_behind(ws.pos, len(tokens))
             first_pos = np.ascontiguousarray(pos[:, 0])
             self.state_is_certain = False
@@ -362,29 +362,9 @@ class TieredMemory:
         """Store the completed blocks, and queue what scores them."""
         started = perf_counter()
         try:
-            self.with_room(self._seal)
+            with_room(self, self._seal)
         finally:
             self.store_s += perf_counter() - started
-
-    def with_room(self, action: Callable[[], T]) -> T:
-        """Do this; where the host limit forbids it, let others go one by one: first what nobody
-        needs, then conversations that were not used for long, then checkpoints, which save time
-        where the rest cannot be had again.
-        """
-        may_trim = True
-        while True:
-            try:
-                return action()
-            except HostCapacityError:
-                if may_trim:  # once: what fails halfway may leave an empty slab each time
-                    may_trim = False
-                    if self.working_set.trim():
-                        continue
-                if self.checkpoints.give_back_spare() or self.make_room_on_host():
-                    continue
-                if not self.checkpoints.give_way():
-                    raise
-                self.note("the host limit is near: checkpoints gave way to blocks")
 
     def provide(self) -> None:
         """Get the host memory for the blocks that the pending tokens complete, if there is some."""
@@ -428,7 +408,7 @@ class TieredMemory:
 
     def _truncate_attention(self, n_tokens: int) -> None:
         self.index.truncate(n_tokens // self.block_tokens)
-        self.with_room(lambda: self.working_set.truncate(n_tokens))
+        with_room(self, lambda: self.working_set.truncate(n_tokens))
         self.restore_order()
 
     def restore_order(self) -> None:

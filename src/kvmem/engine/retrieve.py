@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.engine.memory import Outputs, TieredMemory
+from kvmem.engine.room import with_room
 from kvmem.engine.stats import MemoryReport
 from kvmem.errors import StateError
 from kvmem.kv.layout import Pair
@@ -126,7 +127,7 @@ def score(memory: TieredMemory, query: Query | None, scorer: str = DEFAULT_SCORE
         equal_pairs=memory.scoring.is_calibrated,
         scratch=memory.scratch,
     )
-    return memory.with_room(lambda: run_scorer(scorer, inputs))  # the scratch memory may grow
+    return with_room(memory, lambda: run_scorer(scorer, inputs))  # the scratch memory may grow
 
 
 def choose(

@@ -1,13 +1,39 @@
-"""Room on the device for tokens to come: which blocks leave for them."""
+"""Room for what is to come: which blocks leave the device for it, and what leaves the host."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+
+from kvmem.errors import HostCapacityError
 
 if TYPE_CHECKING:
     from kvmem.engine.memory import TieredMemory
 
-__all__ = ["make_reply_room", "make_room", "room_beside_reply"]
+__all__ = ["make_reply_room", "make_room", "room_beside_reply", "with_room"]
+
+T = TypeVar("T")
+
+
+def with_room(memory: "TieredMemory", action: Callable[[], T]) -> T:
+    """Do this; where the host limit forbids it, let others go one by one: first what nobody
+    needs, then conversations that were not used for long, then checkpoints, which save time
+    where the rest cannot be had again.
+    """
+    may_trim = True
+    while True:
+        try:
+            return action()
+        except HostCapacityError:
+            if may_trim:  # once: what fails halfway may leave an empty slab each time
+                may_trim = False
+                if memory.working_set.trim():
+                    continue
+            if memory.checkpoints.give_back_spare() or memory.make_room_on_host():
+                continue
+            if not memory.checkpoints.give_way():
+                raise
+            memory.note("the host limit is near: checkpoints gave way to blocks")
 
 
 def room_beside_reply(memory: "TieredMemory") -> int:

@@ -5,6 +5,7 @@ Which one, and when, engine.conversations decides.
 
 from kvmem.engine.conversation import Conversation
 from kvmem.engine.memory import TieredMemory
+from kvmem.engine.room import with_room
 from kvmem.errors import HostCapacityError
 from kvmem.kv.transfer import Transfer
 
@@ -19,7 +20,7 @@ def branch(memory: TieredMemory, source: Conversation, n_tokens: int) -> Convers
     if source is memory.active:
         memory.try_seal()
         memory.index.flush()
-    history = memory.with_room(lambda: memory.working_set.branch(source.history, n_tokens))
+    history = with_room(memory, lambda: memory.working_set.branch(source.history, n_tokens))
     n_blocks = min(n_tokens // memory.block_tokens, source.lexical.n_blocks)
     return Conversation(
         history=history,
@@ -63,7 +64,7 @@ def _switch_blocks(memory: TieredMemory, target: Conversation) -> Transfer:
         return memory.working_set.switch(target.history)
 
     try:
-        return memory.with_room(leave)
+        return with_room(memory, leave)
     except HostCapacityError as error:
         memory.note(f"a conversation of {memory.n_tokens} tokens could not be kept: {error}")
         memory.clear()

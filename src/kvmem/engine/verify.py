@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from kvmem.engine.memory import TieredMemory
 from kvmem.engine.prompt import positions_behind
+from kvmem.engine.room import with_room
 from kvmem.llama.context import CancelToken
 from kvmem.llama.state import roll_back_state
 
@@ -35,7 +36,7 @@ class Verification:
         self._first_pos = np.ascontiguousarray(self._pos[:, 0])
 
         def run() -> None:
-            self._cells = memory.with_room(lambda: working_set.prepare(1 + n_drafts, reply=True))
+            self._cells = with_room(memory, lambda: working_set.prepare(1 + n_drafts, reply=True))
             drafts = self._drafter.propose(self._cells, first, self._first_pos, n_drafts)
             self._tokens: I32 = np.concatenate([first, drafts])
             n = len(self._tokens)
