@@ -158,8 +158,7 @@ def test_a_store_that_nothing_left_for_costs_next_to_nothing(demo_model: Path) -
 
 @pytest.mark.alone
 @pytest.mark.usefixtures("cpu_time")
-@pytest.mark.parametrize("budget", [SMALL, WHOLE], ids=["small budget", "control: nearly all"])
-def test_an_agents_task_beside_plain_llama_cpp(budget: int, demo_model: Path) -> None:
+def test_an_agents_task_beside_plain_llama_cpp(demo_model: Path) -> None:
     """`kvmem bench agent` in small, both systems round by round: 1.55 and 1.33 were seen."""
 
     def spec(system: Literal["kvmem", "stock"]) -> AgentSpec:
@@ -169,7 +168,7 @@ def test_an_agents_task_beside_plain_llama_cpp(budget: int, demo_model: Path) ->
             n_tokens=DEPTH,
             rounds=6,
             reply_tokens=16,
-            budget_tokens=budget,
+            budget_tokens=SMALL,
             reserve_tokens=64,
             n_threads=1,
         )
@@ -179,4 +178,4 @@ def test_an_agents_task_beside_plain_llama_cpp(budget: int, demo_model: Path) ->
     late = rounds[3:]
     reading = median(stock.prompt_s / own.prompt_s for own, stock in late)
     writing = median(stock.decode_s / own.decode_s for own, stock in late)
-    assert {reading >= 1.25, writing >= 1.15} == {budget == SMALL}, (reading, writing)
+    assert (reading >= 1.25, writing >= 1.15) == (True, True), (reading, writing)

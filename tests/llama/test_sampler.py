@@ -226,6 +226,8 @@ def test_a_clone_goes_on_alike_and_apart(model: Model, context: Context) -> None
         ({"logit_bias": [["a", 1.0]]}, "logit_bias: "),
         ({"samplers": ["guess"]}, "samplers: an unknown sampler is named"),
         ({"samplers": ["top_k", "penalties", "top_k"]}, "samplers: the sampler top_k is named tw"),
+        ({"samplers": ["temp", "temperature"]}, "the sampler temperature is named twice"),
+        ({"samplers": ["top_k", "infill"]}, "samplers: the sampler infill compares all tokens"),
         ({"dry_sequence_breakers": ["x"] * 129}, "dry_sequence_breakers: at most 128 .* 129"),
         ({"grammar": "root ::= " + "(" * 60_000 + "[a]" + ")" * 60_000}, "more than 16384 rules"),
         ({"grammar": "root ::= " + "(" * 9_000 + "[a]" + ")" * 9_000}, "in more than 8192 ways"),

@@ -157,6 +157,9 @@ NO_TEXT = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url
                 ({"logit_bias": {"999999": 1}}, "logit_bias"),
                 ({"logit_bias": [[999999, False]]}, "logit_bias"),
                 ({"samplers": ["top_k", "foo"]}, "samplers"),
+                ({"samplers": ["top_k", "top_k"]}, "samplers"),
+                ({"samplers": ["infill"]}, "samplers"),
+                ({"dry_sequence_breakers": ["x"] * 129}, "dry_sequence_breakers"),
                 ({"lora": [{"id": 0, "scale": 1}]}, "lora"),
             )
         ),

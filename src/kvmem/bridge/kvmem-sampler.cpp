@@ -49,13 +49,18 @@ static void read_samplers(common_params_sampling & params, const common_json & v
     std::vector<std::string> names;
     for (const auto & name : value) {
         names.push_back(name.get<std::string>());
-        if (std::count(names.begin(), names.end(), names.back()) > 1) {
-            throw kvmem_invalid("the sampler " + names.back() + " is named twice");
-        }
     }
     params.samplers = common_sampler_types_from_names(names);
     if (params.samplers.size() != names.size()) {
         throw kvmem_invalid("an unknown sampler is named in " + value.dump());
+    }
+    for (const auto type : params.samplers) {
+        if (std::count(params.samplers.begin(), params.samplers.end(), type) > 1) {
+            throw kvmem_invalid("the sampler " + common_sampler_type_to_str(type) + " is named twice");
+        }
+        if (type == COMMON_SAMPLER_TYPE_INFILL) {
+            throw kvmem_invalid("the sampler infill compares all tokens with each other, which takes minutes for each");
+        }
     }
 }
 

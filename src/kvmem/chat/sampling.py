@@ -154,11 +154,12 @@ def resolve_sampling(extra: Mapping[str, Any], vocab: Vocab) -> dict[str, object
             for token in (vocab.tokenize(named) if isinstance(named, str) else [named])
         ]
         check_tokens([token for token, _ in biases], vocab, "logit_bias")
-    if "samplers" in extra:
+    for name in {"samplers", "dry_sequence_breakers"} & extra.keys():
         try:
-            describe_sampling(vocab.model, {"samplers": extra["samplers"]})
-        except RequestError:
-            raise FieldError("samplers", "must name samplers that llama.cpp has") from None
+            describe_sampling(vocab.model, {name: extra[name]})
+        except RequestError as error:
+            reason = str(error).removeprefix(f"{name}: ")
+            raise FieldError(name, f"cannot be used: {reason}") from None
     return resolved
 
 

@@ -37,6 +37,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "host_limit_bytes": "--kvmem-host-gb",
         "conversations": "--kvmem-conversations",
         "conversations_bytes": "--kvmem-conversations-gb",
+        "device_checkpoint": "--kvmem-device-checkpoint",
         "scorer": "--kvmem-scorer",
         "calibration": "--kvmem-calibration",
         "query_replay": "--kvmem-query-replay",
