@@ -111,7 +111,7 @@ def start(config: EngineConfig) -> dict[str, Any]:
             params = GenerateParams(sampling=sampling, max_tokens=ASKED_TOKENS)
             stats = ask(session, prompt, params).stats
             row["decode t/s"] = stats.decode_per_s
-            row["blocks in"] = stats.memory.blocks_in if stats.memory else 0
+            row["blocks in"] = stats.memory.blocks_in
             row["free MiB, answered"] = free_bytes() // MIB
             row["transfer"] = engine.tiered.port.transfer
     except KvmemError as error:

@@ -304,15 +304,17 @@ class gbnf_check {
         if (rule.is_open) {
             fail(rule, "it refers to itself before any text (left recursion)");
         }
+        const std::string too_many = "it can begin in more than " + std::to_string(MAX_BEGINNINGS) + " ways";
+        if (depth >= MAX_BEGINNINGS) {
+            fail(rule, too_many);
+        }
         rule.is_open = true;
         uint64_t n   = 1;
         for (const auto & items : rule.alternatives) {
             for (const auto & item : items) {
-                if (depth < MAX_BEGINNINGS) {
-                    n += item.rule < 0 ? 1 : count(rules[item.rule], depth + 1) * weight(item);
-                }
-                if (depth >= MAX_BEGINNINGS || n > MAX_BEGINNINGS) {
-                    fail(rule, "it can begin in more than " + std::to_string(MAX_BEGINNINGS) + " ways");
+                n += item.rule < 0 ? 1 : count(rules[item.rule], depth + 1) * weight(item);
+                if (n > MAX_BEGINNINGS) {
+                    fail(rule, too_many);
                 }
                 if (!can_be_empty(item)) {
                     break;

@@ -154,7 +154,9 @@ def resolve_sampling(extra: Mapping[str, Any], vocab: Vocab) -> dict[str, object
             for token in (vocab.tokenize(named) if isinstance(named, str) else [named])
         ]
         check_tokens([token for token, _ in biases], vocab, "logit_bias")
-    for name in {"samplers", "dry_sequence_breakers"} & extra.keys():
+    for name in ("samplers", "dry_sequence_breakers"):
+        if name not in extra:
+            continue
         try:
             describe_sampling(vocab.model, {name: extra[name]})
         except RequestError as error:
