@@ -22,6 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 GPU_TESTS = ["tests/llama", "tests/differential", "tests/cli/test_plan_bytes.py"]
 GPU_TESTS += ["tests/engine/test_allocations.py", "tests/engine/test_fit.py"]
+GPU_TESTS += ["tests/engine/test_device_checkpoint.py"]
 SEPARATE = ("transfers", "states", "tools-stock")
 """What is measured among others; run by name alone."""
 
